@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
 from tests.commands import complete, run

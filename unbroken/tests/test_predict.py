@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from PIL import Image, ImageDraw, ImageFont
+
 from numerals.fit import job as fit
 from numerals.model import MNISTClassifier
-from PIL import Image, ImageDraw, ImageFont
 from tests.digit_files import WAYS
 from tests.photos import KINDS, photograph, take_photographs
 from tests.plain_module import rows

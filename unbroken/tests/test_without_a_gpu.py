@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import Precision
+from torch import nn
+
 from tests.conftest import REPOSITORY, no_surprises
 from tests.monitored import Linear
-from torch import nn
 from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.checkpoint.shared_buffers import share_buffers
 from unbroken.checkpoint.snapshot import Snapshot

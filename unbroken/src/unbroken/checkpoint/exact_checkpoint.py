@@ -44,6 +44,7 @@ from unbroken.checkpoint.snapshot import BeforeHooks, Snapshot, TrainingState
 from unbroken.errors import UserError
 from unbroken.loading import ExactLoader, ExactLoading, Start
 from unbroken.loading.log_steps import SHARDING, is_optimizer_step
+from unbroken.loading.seeding import Seeds
 from unbroken.mirror.mirror import Mirror
 from unbroken.parts import all_parts
 from unbroken.parts.attributes import PlainAttributes
@@ -94,6 +95,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
             it has made and locked the folder. None: this callback does both.
         changed: Whether the user has changed settings since the checkpoint. Then the
             hyperparameters of optimizers and schedules that are made now win over the checkpoint's.
+        seed: Of the order and the random numbers of the data. None: it is drawn from torch's
+            generator as a training starts, so it is that of ``seed_everything`` or of
+            ``torch.manual_seed`` where the script calls one. A loader's own generator comes first.
+            A resumed run keeps the one that was drawn.
         requeue_signal: SLURM's signal, at which the job is saved and queued again. See
             :mod:`unbroken.stopping.slurm`.
     """
@@ -109,6 +114,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         mirror: str | Mirror | None = None,
         run_id: str | None = None,
         changed: bool = False,
+        seed: int | None = None,
         requeue_signal: int | None = None,
     ) -> None:
         self.saves = folder is not None
@@ -122,6 +128,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._id_was_given = run_id is not None
         self._folder: RunFolder | None = None
         self.changed = changed
+        self.seed = seed
         self.requeue_signal = requeue_signal
         self.agreement: Agreement | None = None
         self._further_parts = list(parts)
@@ -132,7 +139,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def _begin_training(self) -> None:
         """Forget a training that was before, of the same object."""
-        self.loading = ExactLoading()
+        self.loading = ExactLoading(self.seed)
         self._hyperparameters = StartingHyperparameters()
         self._buffers = PlainBuffers()
         self._attributes = PlainAttributes()
@@ -266,6 +273,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.loading.shares = lightning_internals.take_over_sharing(trainer)
         self._seams = Seams(trainer)
         self.loading.install(self._seams, trainer)
+        if trainer.world_size > 1:
+            group = self.agreement.group
+            self._seams.before_gathering(
+                lambda tensor, of: compare_sizes(trainer, tensor, of or group)
+            )
         self._seams.after_loading(lambda checkpoint: self._fill_in(trainer, checkpoint))
         lightning_internals.leave_signals_alone(trainer)
         self._signals.begin(self.requeue_signal)
@@ -354,31 +366,36 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.loading.start = resume.start
         # The data module makes its loaders before everything else is given back.
         self._attributes.give_data_back(trainer, resume.mine(trainer).get("attributes", {}))
-        self._keep_order_of(resume)
+        self._keep_seeds_of(resume)
         # It had stopped early, and nothing was changed since. A validation that it was killed in
         # comes first.
         trainer.should_stop = resume.should_stop and resume.place != "validation"
 
-    def _keep_order_of(self, resume: Resume) -> None:
-        """Let the order of samples be that of the checkpoint where a script seeds each start anew.
+    def _keep_seeds_of(self, resume: Resume) -> None:
+        """Let the order of samples stay that of the checkpoint, whatever this start would draw.
 
         With another order, the epoch that goes on would read some samples twice and others never.
         """
         seed = resume.shared.get("seed")
-        if seed is None or seed == self.loading.seed or self.changed:
+        is_another = self.seed is not None and self.seed != seed
+        if seed is None or (is_another and self.changed):
             return
         self.loading.seed = seed
-        self.loading.notes.append(
-            f"the order of samples stays that of the checkpoint's seed, {seed}: this start has"
-            " another one."
-        )
+        self.loading.seeds = [Seeds(*each) for each in resume.shared.get("seeds", [])]
+        if is_another:
+            self.loading.notes.append(
+                f"the order of samples stays that of the checkpoint's seed, {seed}: this start has"
+                " another one."
+            )
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
-        """Make ready what a restore needs, before a checkpoint's states come: what optimizers,
-        schedules and buffers start with, what is frozen, averages of the module as its setup has
-        made it, and the two seams of the training.
+        """Settle the seed, and make ready what a restore needs, before a checkpoint's states come:
+        what optimizers, schedules and buffers start with, what is frozen, averages of the module as
+        its setup has made it, and the two seams of the training.
         """
         assert self._seams is not None
+        # Before the sanity check, which puts the generators back behind it.
+        self.loading.settle_seed()
         self._hyperparameters.begin(trainer)
         self._buffers.begin(module)
         for part in self.parts:
@@ -879,6 +896,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             "ranks": of_all_ranks(snapshot.mine, self.agreement.group),
             "samples_per_batch": self.loading.samples_per_batch,
             "seed": self.loading.seed,
+            "seeds": [list(each) for each in self.loading.seeds],
             **snapshot.shared,
         }
 
@@ -1012,6 +1030,26 @@ class Hooks(Callback):
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.evaluation_ends(trainer)
+
+
+def compare_sizes(trainer: Trainer, tensor: torch.Tensor, group: Any) -> None:
+    """A UserError on every rank, where a step of an evaluation gathers tensors of other sizes.
+
+    Each sample is evaluated once, so one rank may have a sample more than another. Gloo would abort
+    the process, and NCCL would wait or gather something else. In training the ranks' batches are of
+    one size, and nothing is asked.
+    """
+    if trainer.training:
+        return
+    sizes = of_all_ranks(list(tensor.shape), group)
+    if all(size == sizes[0] for size in sizes):
+        return
+    told = " and ".join(map(str, sizes))
+    raise UserError(
+        f"--devices {trainer.world_size}: a step of the evaluation gathers tensors of the sizes"
+        f" {told}, because each sample is evaluated once. Write"
+        " torch.cat(torchmetrics.utilities.distributed.gather_all_tensors(tensor)) there."
+    )
 
 
 def start_of_anothers(checkpoint: dict[str, Any]) -> Start:

@@ -262,6 +262,13 @@ class Configuration:
     _make: Callable[[], Any] = field(repr=False)  # a namespace with a new module
     _reread: Callable[[], list[str]] = field(repr=False)
 
+    @property
+    def seed(self) -> int | None:
+        """What ``--seed_everything`` gives; None where it is ``false``."""
+        seed = self.options.seed_everything
+        is_number = isinstance(seed, int) and not isinstance(seed, bool)
+        return seed if is_number else None
+
     @cached_property
     def trackers(self) -> list[str]:
         """The trackers that log, by their words."""
@@ -276,9 +283,7 @@ class Configuration:
 
     def fresh_module(self) -> LightningModule:
         """A new module of the same class and arguments, its random weights drawn by the seed."""
-        seed = self.options.seed_everything
-        is_number = isinstance(seed, int) and not isinstance(seed, bool)
-        seed_everything(seed if is_number else DEFAULT_SEED, verbose=False)
+        seed_everything(DEFAULT_SEED if self.seed is None else self.seed, verbose=False)
         return self._make().model
 
 

@@ -88,7 +88,7 @@ def build(loaded: Loaded) -> Trainer:
     flags["logger"] = False
     flags["enable_model_summary"] = False
     flags["precision"] = loaded.precision(flags["precision"])
-    flags["callbacks"] = [ExactCheckpoint(None), *flags["callbacks"]]
+    flags["callbacks"] = [ExactCheckpoint(None, seed=loaded.config.seed), *flags["callbacks"]]
     return build_trainer(flags)
 
 

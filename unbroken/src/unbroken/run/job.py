@@ -62,6 +62,7 @@ class Run:
             parts=[MetricRows(self.metrics_csv)],
             run_id=run_folder.run_id,
             changed=bool(run_folder.changes),
+            seed=self.config.seed,
             requeue_signal=requeue_signal(as_list(self.config.trainer["plugins"])),
             mirror=run_folder.mirror,
         )

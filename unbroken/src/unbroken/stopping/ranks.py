@@ -78,6 +78,11 @@ def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
+def of_rank_zero(value: Any) -> Any:
+    """Rank zero's ``value``. Every rank must call it."""
+    return of_all_ranks(value)[0]
+
+
 def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
     """``decide()`` of rank zero, known to every rank: JSON, whose paths may become text, or the
     UserError raised.
