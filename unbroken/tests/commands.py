@@ -189,7 +189,7 @@ def start_ranks(
 def without_decisions(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment without what a run in this process has left there for ranks of its own."""
     kept = dict(environment)
-    for name in ("PROJECT_RANK_ZERO_DECISION", "PROJECT_RANK_ZERO_PID", "PL_GLOBAL_SEED"):
+    for name in ("UNBROKEN_RANK_ZERO_DECISION", "UNBROKEN_RANK_ZERO_PID", "PL_GLOBAL_SEED"):
         kept.pop(name, None)
     return kept
 

@@ -216,8 +216,8 @@ def environment() -> dict[str, str]:
     kept = dict(os.environ)
     for name in (
         "LOCAL_RANK",
-        "PROJECT_RANK_ZERO_DECISION",
-        "PROJECT_RANK_ZERO_PID",
+        "UNBROKEN_RANK_ZERO_DECISION",
+        "UNBROKEN_RANK_ZERO_PID",
         "PL_GLOBAL_SEED",
     ):
         kept.pop(name, None)

@@ -41,6 +41,7 @@ from unbroken.checkpoint.resume import Resume, call_epoch_start_again, uses_hook
 from unbroken.checkpoint.shared_buffers import share_buffers, share_buffers_in_next_pass
 from unbroken.checkpoint.shared_metrics import RankZeroAlone, share_sums
 from unbroken.checkpoint.snapshot import BeforeHooks, Snapshot, TrainingState
+from unbroken.chosen import Chosen
 from unbroken.errors import UserError
 from unbroken.loading import ExactLoader, ExactLoading, Start
 from unbroken.loading.log_steps import SHARDING, is_optimizer_step
@@ -63,6 +64,7 @@ from unbroken.stopping.ranks import decided_by_rank_zero, of_all_ranks, say
 from unbroken.stopping.slurm import requeue_job
 from unbroken.stopping.stop import SAVE_DUE, Agreement, NextBatch
 from unbroken.storage.checkpoint_files import (
+    CHOSEN,
     RUN_KEY,
     AtomicCheckpointIO,
     buffers_left_out,
@@ -101,6 +103,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             A resumed run keeps the one that was drawn.
         requeue_signal: SLURM's signal, at which the job is saved and queued again. See
             :mod:`unbroken.stopping.slurm`.
+        chosen: What the run chose by itself. The checkpoints hold it.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         changed: bool = False,
         seed: int | None = None,
         requeue_signal: int | None = None,
+        chosen: Chosen | None = None,
     ) -> None:
         self.saves = folder is not None
         # W&B and others may change the working folder later.
@@ -130,6 +134,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.changed = changed
         self.seed = seed
         self.requeue_signal = requeue_signal
+        self.chosen = chosen or Chosen()
         self.agreement: Agreement | None = None
         self._further_parts = list(parts)
         self._signals = signals.TakenOver()
@@ -235,7 +240,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             return None
         if self.mirror is not None and not self.mirror.was_asked:
             # One rank asks the mirror, and the others wait for it.
-            decided_by_rank_zero(self._bring)
+            decided_by_rank_zero("mirror", self._bring)
         path = self.files.newest_whole()
         return None if path is None else str(path)
 
@@ -356,6 +361,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         warnings.filterwarnings("ignore", advice)
         resume = Resume.of(checkpoint, trainer, self.changed)
         self._resume = resume
+        if len(resume.ranks) == trainer.world_size:
+            self._note_other_threads(trainer, saved.get(CHOSEN, {}).get("threads"))
         # Lightning's sanity check calls the hooks of a validation. The run that was killed has had
         # its check, and what those hooks did then is in the checkpoint.
         self._sanity_steps = trainer.num_sanity_val_steps
@@ -388,6 +395,18 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 " another one."
             )
 
+    def _note_other_threads(self, trainer: Trainer, before: int | None) -> None:
+        """Say so where as many CPU threads compute as the run had not: sums are added up in another
+        order.
+        """
+        now = torch.get_num_threads()
+        if before in (None, now) or trainer.strategy.root_device.type != "cpu":
+            return
+        self.loading.notes.append(
+            f"{now} CPU threads compute, and this run had {before}: they round sums differently,"
+            f" so the resume is not exact. OMP_NUM_THREADS={before} makes it exact."
+        )
+
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """Settle the seed, and make ready what a restore needs, before a checkpoint's states come:
         what optimizers, schedules and buffers start with, what is frozen, averages of the module as
@@ -396,6 +415,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         assert self._seams is not None
         # Before the sanity check, which puts the generators back behind it.
         self.loading.settle_seed()
+        self.chosen.values.setdefault("threads", torch.get_num_threads())
         self._hyperparameters.begin(trainer)
         self._buffers.begin(module)
         for part in self.parts:
@@ -856,7 +876,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._last_save = time.monotonic()
 
     def write_state(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Put the state into a checkpoint that is saved now."""
+        """Put the state into a checkpoint that is saved now, and what the run chose by itself."""
+        record = checkpoint.setdefault(RUN_KEY, {})
+        record[CHOSEN] = self.chosen.values
         snapshot = self._saving
         if snapshot is None:
             # A checkpoint of another callback, saved inside a hook: a resume from it is not exact.
@@ -877,7 +899,6 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 "added": inside.added,
                 "training": self._at_epochs_end.as_data(trainer) if self._at_epochs_end else {},
             }
-        record = checkpoint.setdefault(RUN_KEY, {})
         record["state"] = state
         record["run_id"] = self.run_id
         record["can_go_on"] = self._can_go_on(trainer, snapshot)

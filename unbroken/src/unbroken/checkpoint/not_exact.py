@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer, callbacks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,6 +43,11 @@ def what_is_not_exact(trainer: Trainer, loading: ExactLoading) -> list[str]:
             " after its first step, and adds them up in another order."
             " --strategy ddp_find_unused_parameters_true keeps one order."
         )
+    on_cuda = trainer.strategy.root_device.type == "cuda"
+    if on_cuda and torch.backends.cudnn.benchmark:
+        # cuDNN keeps no record of what it has chosen that could be given back to it.
+        what = "cuDNN measures at every start which of its algorithms are the fastest"
+        notes.append(f"a resume is not exact with --benchmark true: {what}.")
     every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     if every > 1:
         what = "with --reload_dataloaders_every_n_epochs above 1"

@@ -63,6 +63,7 @@ class Run:
             run_id=run_folder.run_id,
             changed=bool(run_folder.changes),
             seed=self.config.seed,
+            chosen=self.config.chosen,
             requeue_signal=requeue_signal(as_list(self.config.trainer["plugins"])),
             mirror=run_folder.mirror,
         )
@@ -146,4 +147,4 @@ class Job(Program):
         flags["callbacks"] = [*hooked, *listed, *extra]
         flags["logger"] = loggers
         flags["default_root_dir"] = run.folder
-        return build_trainer(flags)
+        return build_trainer(flags, config.chosen)
