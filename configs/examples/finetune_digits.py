@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
+from unbroken.data import Split, TensorImages
 
 from project.data import MNISTDataModule
-from unbroken.data import Split, TensorImages
 from project.model import MNISTClassifier
 
 
