@@ -20,7 +20,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.nn.parameter import is_lazy
 
-from unbroken import contract
+from unbroken import __version__, contract
 from unbroken.machine.hardware import cpu
 from unbroken.machine.waiting import waiting
 from unbroken.mirror.store import without_password
@@ -221,7 +221,7 @@ def git_state(code: Path) -> tuple[str | None, bool | None]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that make a result."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "unbroken": __version__}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
