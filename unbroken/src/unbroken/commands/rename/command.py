@@ -20,6 +20,7 @@ from unbroken.commands.rename import library
 from unbroken.commands.rename.clone import Clone, Files
 from unbroken.commands.rename.names import renamed, without_dead_links
 from unbroken.commands.rename.template import (
+    NAME_WORD,
     WHEEL_WORD,
     Template,
     folders_and_files,
@@ -71,11 +72,11 @@ def change(clone: Clone, args: argparse.Namespace) -> int:
     if template is None:
         after, lines = files, []
         if args.library is not None:
-            after, lines = with_other_library(files, Path(args.library))
+            after, lines = with_other_library(clone, files, Path(args.library))
         if args.name is not None:
             after = with_other_name(after, clone.package, args.name)
     else:
-        after, lines = first_time(clone, template, args)
+        after, lines = first_time(clone, files, template, args)
     clone.replace(files, after)
     if args.name is not None:
         print(f"moved {clone.package}/ to {args.name}/.")
@@ -96,15 +97,14 @@ def check_name(name: str, files: Files) -> None:
 
 
 def first_time(
-    clone: Clone, template: Template, args: argparse.Namespace
+    clone: Clone, files: Files, template: Template, args: argparse.Namespace
 ) -> tuple[Files, list[str]]:
-    """The files of a clone of its own, and what is next."""
-    files = clone.files()
-    after = template.without_left_behind(files)
-    after = with_words(after, template.words, args.name, library.FOLDER)
-    words = {"NAME": args.name}
-    after = with_texts(after, template.texts, words)
+    """The files of a clone of its own, and lines that say what is next."""
     name = args.name
+    words = {NAME_WORD: name}
+    after = template.without_left_behind(files)
+    after = with_words(after, template.words, words, library.FOLDER)
+    after = with_texts(after, template.texts, words)
     if args.library == "source":
         after = with_texts(after, template.library_as_source, words)
         lines = [f"the library's source stays in {library.FOLDER}."]
@@ -141,7 +141,7 @@ def with_other_name(files: Files, old: str, new: str) -> Files:
     return after
 
 
-def with_other_library(files: Files, path: Path) -> tuple[Files, list[str]]:
+def with_other_library(clone: Clone, files: Files, path: Path) -> tuple[Files, list[str]]:
     """The files with another version of the library, and lines that say what has changed."""
     lock = files[library.LOCK].content.decode()
     before = library.wheel_in(files)
@@ -150,8 +150,8 @@ def with_other_library(files: Files, path: Path) -> tuple[Files, list[str]]:
         after = {name: each for name, each in files.items() if not name.startswith(library.FOLDER)}
         after |= source
         changelog = source[f"{library.FOLDER}{library.CHANGELOG}"].content.decode()
-        old = library.Wheel.built_from(library.source_at(Path(folder_of(library.NAME)).parents[1]))
-        new = library.Wheel.built_from(library.source_at(path))
+        old = library.wheel_at(clone.folder)
+        new = library.wheel_at(path)
         lines = [f"the library is {new.version} in {library.FOLDER}, it was {old.version}."]
         install = INSTALL_SOURCE
     else:

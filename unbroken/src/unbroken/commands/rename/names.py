@@ -37,7 +37,8 @@ def renamed(path: PurePosixPath, text: str, old: str, new: str) -> str:
         rules.append((rf"([\"'@]){old}(?=[\"'\[])", rf"\1{new}"))
     if path.name == "Dockerfile" or path.suffix == ".md":
         # The image in a docker command, and both words of COPY: hence twice
-        image = (rf"(?m)^(#.*docker |docker |COPY )(.*[ ])?{old}(?=[ ]|$)", rf"\1\2{new}")
+        before = "#.*docker |#   -v |docker |COPY "
+        image = (rf"(?m)^({before})(.*[ ])?{old}(?=[ ]|$)", rf"\1\2{new}")
         rules += [image, image]
         # The title, and a word of code
         rules.append((rf"(\A# |`){old}(?=`|\n)", rf"\1{new}"))

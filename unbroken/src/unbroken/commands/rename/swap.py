@@ -1,4 +1,4 @@
-"""Puts new files in the place of old ones: python -I swap.py WORKPLACE
+"""Puts new files in the place of old ones, as a program: ``python -I swap.py WORKPLACE``.
 
 It imports nothing but Python's own modules: the library itself may be among the files that go. The
 list of what is to do stands in a file. Each step may be done twice, also by two processes at once,

@@ -49,24 +49,24 @@ class Template:
     def without_left_behind(self, files: Files) -> Files:
         """The files that a clone takes along, with the README that it begins with."""
         gone = [FOLDER, *self.left_behind]
-        kept = {}
-        for name, file in files.items():
-            if not any(
-                name == each or (each[-1] == "/" and name.startswith(each)) for each in gone
-            ):
-                kept[name] = file
+        folders = tuple(each for each in gone if each.endswith("/"))
+        kept = {
+            name: file
+            for name, file in files.items()
+            if name not in gone and not name.startswith(folders)
+        }
         if README in files:
             kept["README.md"] = files[README]
         return kept
 
 
-def with_texts(files: Files, texts: Texts, words: dict[str, str]) -> Files:
+def with_texts(files: Files, texts: Texts, meanings: dict[str, str]) -> Files:
     """The files with other texts in them.
 
     Args:
         files: All files.
         texts: What stands where, and what comes in its place.
-        words: Words that stand for others in the new texts.
+        meanings: Words that stand for others in the new texts.
 
     Raises:
         UserError: A text is not there, or twice: somebody has changed the file.
@@ -81,13 +81,18 @@ def with_texts(files: Files, texts: Texts, words: dict[str, str]) -> Files:
                     f"{name} must hold '{line}' once, as in the template. Rename a fresh clone, and"
                     " make your changes afterwards."
                 )
-            for word, meaning in words.items():
-                new = new.replace(word, meaning)
-            after[name] = after[name].with_text(text.replace(old, new))
+            after[name] = after[name].with_text(text.replace(old, meant(new, meanings)))
     return after
 
 
-def with_words(files: Files, words: dict[str, str], name: str, kept: str) -> Files:
+def meant(text: str, meanings: dict[str, str]) -> str:
+    """A text with what its words stand for."""
+    for word, meaning in meanings.items():
+        text = text.replace(word, meaning)
+    return text
+
+
+def with_words(files: Files, words: dict[str, str], meanings: dict[str, str], kept: str) -> Files:
     """The files with the template's own words replaced, but for those below the folder ``kept``."""
     after = dict(files)
     for path, file in files.items():
@@ -95,7 +100,7 @@ def with_words(files: Files, words: dict[str, str], name: str, kept: str) -> Fil
         if text is None or path.startswith(kept):
             continue
         for old, new in words.items():
-            text = text.replace(old, new.replace(NAME_WORD, name))
+            text = text.replace(old, meant(new, meanings))
         after[path] = file.with_text(text)
     return after
 
