@@ -380,7 +380,7 @@ EXTRA_PACKAGES = {
 }
 # Rooms and files of the library that need an extra
 WITH_EXTRAS = {"cli", "commands", "report", "run", "start", "trust"}
-FILES_WITH_EXTRAS = {"data.images", "loggers.chosen", "loggers.wandb"}
+FILES_WITH_EXTRAS = {"data.images", "loggers.chosen"}
 IMPORT_THE_CORE = """
 import importlib
 from pathlib import Path

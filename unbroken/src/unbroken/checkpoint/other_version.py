@@ -1,8 +1,8 @@
 """What a resume says where another version of this library has saved the checkpoint.
 
-Versions are MAJOR.MINOR.PATCH, and CHANGELOG.md says what each has changed. A patch resumes exactly.
-A minor version resumes, and it is not promised that it is bit for bit. A major version may keep
-other things in a checkpoint, so that a resume is refused.
+Versions are MAJOR.MINOR.PATCH, and CHANGELOG.md says what each has changed. A patch resumes
+exactly. A minor version resumes, and it is not promised that it is bit for bit. A major version may
+keep other things in a checkpoint, so that a resume is refused.
 """
 
 import re
@@ -34,8 +34,8 @@ def note_of_version(record: Mapping[str, Any], now: str = __version__) -> str | 
     saved = f"that checkpoint was saved by unbroken {before}, and this is {now}"
     if numbers_before[:1] != numbers_now[:1]:
         raise UserError(
-            f"--ckpt_path: {saved}, which cannot resume it exactly. Install {before} again, or begin"
-            " a new run with its weights (--init_weights)."
+            f"--ckpt_path: {saved}, which cannot resume it exactly. Install {before} again, or"
+            " begin a new run with its weights (--init_weights)."
         )
     if numbers_before[:2] != numbers_now[:2]:
         return f"{saved}: it is not promised that the resume is bit for bit."
