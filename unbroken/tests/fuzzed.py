@@ -286,6 +286,7 @@ def main() -> None:
 
     threads.configure()
     gc.disable()
+    from numerals.fit import job as fit
     from unbroken.cli.cli import configure
     from unbroken.errors import UserError
 

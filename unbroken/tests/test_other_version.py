@@ -1,4 +1,4 @@
-"""A resume by another version of the library is exact, or says that it may not be, or is refused."""
+"""A resume by another version of the library is exact, says that it may not be, or is refused."""
 
 from __future__ import annotations
 

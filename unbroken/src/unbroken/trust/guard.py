@@ -1,6 +1,6 @@
 """What a checkpoint's configuration may make. This file decides it alone;
-:mod:`unbroken.storage.own_runs` says whose a file is, :mod:`unbroken.storage.checkpoint_files` reads it
-without running anything.
+:mod:`unbroken.storage.own_runs` says whose a file is, and
+:mod:`unbroken.storage.checkpoint_files` reads it without running anything.
 
 Whose file it is
     * *The user's own*: a run of this user on this machine wrote it, and no entry was changed since

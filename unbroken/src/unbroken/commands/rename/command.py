@@ -34,8 +34,13 @@ INSTALL_SOURCE = f"pip install --no-deps --no-build-isolation -e ./{library.NAME
 
 
 def main(package: str, argv: list[str]) -> int:
-    """Rename as ``argv`` says, or take another version of the library."""
-    parser = CommandParser(package, "rename", __doc__)
+    """Rename the package as ``argv`` says, or take another version of the library."""
+    return rename(Clone(folder_of(package).parent, package), argv)
+
+
+def rename(clone: Clone, argv: list[str]) -> int:
+    """Change a clone as ``argv`` says, whole or not at all; returns the exit code."""
+    parser = CommandParser(clone.package, "rename", __doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="the package's new name")
     parser.add_argument(
         "--library",
@@ -44,7 +49,6 @@ def main(package: str, argv: list[str]) -> int:
         "checkout of a version to take",
     )
     args = parser.parse_args(argv)
-    clone = Clone(folder_of(package).parent, package)
     with clone.locked():
         if clone.finish_interrupted():
             print("finished what an interrupted rename had begun. Look at it with git status.")
