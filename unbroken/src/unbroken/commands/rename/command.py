@@ -73,8 +73,9 @@ def change(clone: Clone, args: argparse.Namespace) -> int:
     if template is not None and args.name is None:
         raise UserError("--library PATH is for a renamed clone. Name the package: rename NAME.")
 
+    lines: list[str] = []
     if template is None:
-        after, lines = files, []
+        after = files
         if args.library is not None:
             after, lines = with_other_library(clone, files, Path(args.library))
         if args.name is not None:
