@@ -201,7 +201,7 @@ def update_to(environment: Environment, version: str, folder: Path) -> None:
     """Let a clone take a later version of the library, which is made here."""
     kept = shutil.ignore_patterns("__pycache__", "tests", "dist")
     shutil.copytree(ROOT / "unbroken", folder, ignore=kept)
-    code = folder / "src" / "unbroken" / "__init__.py"
+    code = folder / "src" / "unbroken" / "version.py"
     code.write_text(code.read_text().replace(f'"{__version__}"', f'"{version}"'))
     changelog = folder / "CHANGELOG.md"
     before, heading, after = changelog.read_text().partition("\n## ")

@@ -28,7 +28,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DoublePrecision
 
-from unbroken import __version__, contract, lightning_internals
+from unbroken import contract, lightning_internals
 from unbroken.checkpoint import other_version
 from unbroken.checkpoint.following import Best
 from unbroken.checkpoint.not_exact import (
@@ -73,6 +73,7 @@ from unbroken.storage.checkpoint_files import (
     record_in,
 )
 from unbroken.storage.run_files import RunFiles, can_start_from
+from unbroken.version import __version__
 
 
 class ExactCheckpoint(callbacks.Checkpoint):

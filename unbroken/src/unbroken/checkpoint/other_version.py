@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from unbroken import __version__
 from unbroken.errors import UserError
+from unbroken.version import __version__
 
 # The library's entry in the ``versions`` of a checkpoint and of summary.json
 NAME = "unbroken"

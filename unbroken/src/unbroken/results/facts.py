@@ -20,10 +20,11 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.nn.parameter import is_lazy
 
-from unbroken import __version__, contract
+from unbroken import contract
 from unbroken.machine.hardware import cpu
 from unbroken.machine.waiting import waiting
 from unbroken.mirror.store import without_password
+from unbroken.version import __version__
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "wandb", "numpy")
 GIT_PATIENCE = 5  # seconds
