@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
-from unbroken.data import Split, TensorImages
 
 from project.data import MNISTDataModule
 from project.model import MNISTClassifier
+from unbroken.data import Split, TensorImages
 
 
 class OddDigits(MNISTDataModule):

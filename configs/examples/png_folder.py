@@ -8,6 +8,7 @@ from typing import Any
 
 from torchvision.datasets import FakeData, ImageFolder
 from torchvision.transforms import RandomHorizontalFlip
+
 from unbroken.data import BatchedDataModule, Split
 from unbroken.errors import UserError
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
 from unbroken.data import BatchedDataModule, Split, TensorImages
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+
 from unbroken.data import Split, SplitDataModule, TensorRows
 
 

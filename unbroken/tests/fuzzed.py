@@ -286,7 +286,6 @@ def main() -> None:
 
     threads.configure()
     gc.disable()
-    from numerals.fit import job as fit
     from unbroken.cli.cli import configure
     from unbroken.errors import UserError
 

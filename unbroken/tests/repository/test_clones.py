@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from unbroken import __version__
 from unbroken.commands.rename.clone import Clone
 from unbroken.commands.rename.command import rename
 from unbroken.storage.checkpoint_files import read
-
-from unbroken import __version__
 
 ROOT = Path(__file__).parents[3]
 NAME = "digits"
