@@ -29,6 +29,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DoublePrecision
 
 from unbroken import contract, lightning_internals
+from unbroken.checkpoint import other_version
 from unbroken.checkpoint.following import Best
 from unbroken.checkpoint.not_exact import (
     begins_averaged_batch_norms,
@@ -37,6 +38,7 @@ from unbroken.checkpoint.not_exact import (
     what_is_not_exact,
     what_loaders_side_by_side_lack,
 )
+from unbroken.checkpoint.other_version import note_of_version
 from unbroken.checkpoint.resume import Resume, call_epoch_start_again, uses_hooks
 from unbroken.checkpoint.shared_buffers import share_buffers, share_buffers_in_next_pass
 from unbroken.checkpoint.shared_metrics import RankZeroAlone, share_sums
@@ -73,6 +75,7 @@ from unbroken.storage.checkpoint_files import (
     record_in,
 )
 from unbroken.storage.run_files import RunFiles, can_start_from
+from unbroken.version import __version__
 
 
 class ExactCheckpoint(callbacks.Checkpoint):
@@ -350,6 +353,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 "that checkpoint was not saved between two steps: the resume is not exact."
             )
             return
+        of_version = note_of_version(saved)
+        if of_version is not None:
+            self.loading.notes.append(of_version)
         if not can_start_from(checkpoint):
             self.loading.notes.append(
                 "that checkpoint is inside an epoch, and its data cannot be started there: the"
@@ -902,6 +908,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         record["state"] = state
         record["run_id"] = self.run_id
         record["can_go_on"] = self._can_go_on(trainer, snapshot)
+        record.setdefault("versions", {})[other_version.NAME] = __version__
         writer = trainer.strategy.checkpoint_io
         if isinstance(writer, AtomicCheckpointIO):
             # The user's hooks come after this one.

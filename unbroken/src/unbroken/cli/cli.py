@@ -38,10 +38,11 @@ from unbroken.cli.plain_values import mark_texts, put_into_mappings, use_for_par
 from unbroken.cli.precision import choose_precision
 from unbroken.cli.program import Program
 from unbroken.cli.shown_warnings import silence_unfounded_advice
-from unbroken.cli.trackers import RUN_FOLDER, check_packages, make_later, takes_run_folder, words_of
+from unbroken.cli.trackers import check_packages, make_later, takes_run_folder, words_of
 from unbroken.cli.typed import CommandLine, leave_out_added, merged
 from unbroken.errors import UserError, require
 from unbroken.lightning_internals import values_are_no_files
+from unbroken.run_folder import RUN_FOLDER
 from unbroken.tables import flat
 
 HERE = Path(__file__).parent

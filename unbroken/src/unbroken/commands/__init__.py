@@ -7,10 +7,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unbroken.commands.entry import run_command as run_command
     from unbroken.commands.list_of_commands import print_commands as print_commands
-    from unbroken.commands.run_command import run_command as run_command
 
-PLACES = {"print_commands": "list_of_commands", "run_command": "run_command"}
+PLACES = {"print_commands": "list_of_commands", "run_command": "entry"}
 
 
 def __getattr__(name: str) -> Any:
