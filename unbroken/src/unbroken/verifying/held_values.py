@@ -99,8 +99,10 @@ class HeldValues:
         elif isinstance(value, ROWS):
             self._visit_rows(path, list(value), depth)
         elif isinstance(value, SETS):
-            texts = sorted(repr(each) for each in value)
-            self._found[path] = Entry(of_plain(texts).digest, f"{len(texts)} entries")
+            # The text of any other object may hold its address.
+            texts = sorted(repr(each) for each in value if isinstance(each, PLAIN))
+            whole = of_plain([len(value), texts])
+            self._found[path] = Entry(whole.digest, f"{len(value)} entries")
         elif isinstance(value, Mapping):
             self._visit_mapping(path, value, depth)
         elif isinstance(value, type):

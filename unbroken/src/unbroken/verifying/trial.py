@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Callable
@@ -14,10 +15,13 @@ from lightning.pytorch import Callback
 from unbroken.verifying import kills
 from unbroken.verifying.kills import Kill, Killer
 from unbroken.verifying.outcome import outcome_of
-from unbroken.verifying.processes import Ended, run_apart
+from unbroken.verifying.processes import Ended, become, run_apart
 from unbroken.verifying.recorder import Recorder
 from unbroken.verifying.recordings import Recording, Row, raw_rows, read_recording
 
+# It names a file that says which start of which run a process is. Lightning starts the ranks of a
+# run by the command of rank zero.
+START_VARIABLE = "UNBROKEN_VERIFY_START"
 # Optimizer steps between two saves: a resume then repeats a step at times.
 SAVE_EVERY = "2"
 # A resumed start that takes so many times as long as the whole undisturbed run, and this many
@@ -50,6 +54,21 @@ class Start:
         return [Recorder(self.folder, self.number), Killer(self.kill, os.getpgrp(), checkpoint)]
 
 
+def describe(start: Start) -> Path:
+    """Write a start into a file, for the processes that take part in it; returns the file."""
+    path = start.folder / f"start{start.number}.json"
+    content = {"folder": str(start.folder), "number": start.number, "kill": start.kill}
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def described_start(path: Path) -> Start:
+    """The start that a file describes."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    kill = None if content["kill"] is None else Kill(*content["kill"])
+    return Start(Path(content["folder"]), content["number"], kill)
+
+
 @dataclass
 class Tried:
     """A run and what came of it."""
@@ -78,12 +97,16 @@ class Trial:
         folder: An empty folder.
         count: How often the third run is killed.
         seed: Chooses where.
+        fresh: The command that trains in a fresh interpreter, where there is one. The second run
+            takes it: a fork shares with its parent how texts are hashed, and a resumed run does
+            not.
     """
 
     train: Train
     folder: Path
     count: int
     seed: int = 0
+    fresh: list[str] | None = None
     first: Tried = field(default_factory=Tried)
     second: Tried = field(default_factory=Tried)
     killed: Tried = field(default_factory=Tried)
@@ -92,14 +115,17 @@ class Trial:
         """Train. Where a run fails, those after it do not begin."""
         self.first = self._undisturbed("first")
         if self.first.is_done:
-            self.second = self._undisturbed("second")
+            self.second = self._undisturbed("second", self.fresh)
         if self.second.is_done:
             self._kill_and_resume()
 
-    def _undisturbed(self, name: str) -> Tried:
-        folder = self._made(name)
-        ended = self._start(Start(folder), math.inf)
-        return Tried(self._read(folder), ended)
+    def _undisturbed(self, name: str, fresh: list[str] | None = None) -> Tried:
+        start = Start(self._made(name))
+        train: Callable[[], int] = partial(self.train, start)
+        if fresh is not None:
+            train = partial(become, fresh, {START_VARIABLE: str(describe(start))})
+        ended = run_apart(train, start.folder / "output0.txt", math.inf)
+        return Tried(self._read(start.folder), ended)
 
     def _kill_and_resume(self) -> None:
         assert self.first.ended is not None
