@@ -11,12 +11,16 @@ from unbroken.verifying.recordings import Moment, Recording
 
 # The owner of a value, and the attribute of it that holds the value
 OWNED = re.compile(
-    r"(?P<owner>module|data|callbacks\[\d+\] \w+|optimizers\[\d+\]|schedules\[\d+\] \w+"
+    r"(?P<owner>module|data|callback \w+( \d+)?|optimizers\[\d+\]|schedules\[\d+\] \w+"
     r"|\w+ data\[\d+\]\.\w+)(?P<attribute>\.\w+|\['\w+'\])?"
 )
 # Names that are told of a group of values.
 FEW = 3
 OF_CLASS = "class of "
+# What is told of a run, and nothing that it trains on.
+REPORTED = {kinds.LOGGED, kinds.BEST, kinds.TEST}
+
+PLAIN_ALONE = "# numbers, texts, tensors, and lists and dictionaries of these: a file holds nothing else"
 
 
 @dataclass
@@ -51,10 +55,11 @@ def causes_of(undisturbed: Recording, resumed: Recording, comparison: Comparison
     found += _rates(wrong)
     found += _optimizer(wrong, undisturbed)
     found += _weights(wrong, undisturbed, is_at_resume=bool(at_resume))
-    found += _grown(undisturbed) if at_resume else []
-    if not found:
+    found += growth(undisturbed) if at_resume else []
+    is_only_reported = {each.kind for each in differences} <= REPORTED
+    if not found and is_only_reported:
         found = _logged(wrong)
-    if not at_resume:
+    elif not at_resume:
         found += _not_seen(undisturbed)
     if has_other_moments(comparison) and not found:
         found.append(_other_batches(comparison))
@@ -74,10 +79,10 @@ def nondeterminism(first: Recording, undisturbed: Comparison, vary: list[Differe
     same = "Two undisturbed runs differ as well, so this is not the resume's fault:"
     found = []
     clocks = [each.label for each in undisturbed.of(kinds.HELD) if places[each.moment] <= earliest]
-    beside = f" {_listed(clocks)} differ(s) between them, too." if clocks else ""
+    beside = f" {_listed(clocks)} is another one in each, too." if clocks else ""
     for each in at_first:
         if each.kind == kinds.RATE:
-            text = f"{same} {each.label} is {_two(each)}, as by a clock.{beside}"
+            text = f"{same} {each.label} is {_two(each, 'and')}, as by a clock.{beside}"
             found.append(Cause(text, ["# let the rate depend on trainer.global_step, not on time"]))
         elif each.kind == kinds.SAMPLES:
             text = f"{same} {_where(each)} get other samples.{beside}"
@@ -111,7 +116,7 @@ def grew(recording: Recording) -> list[str]:
     found = []
     for name, entry in end.items():
         kind, _, label = name.partition(":")
-        is_class = kind == kinds.OPTIMIZER and (" class" in label or " weights in" in label)
+        is_class = kind == kinds.OPTIMIZER and (": class" in label or ": weights in" in label)
         if kind != kinds.WEIGHTS and not is_class:
             continue
         before = start.get(name)
@@ -133,9 +138,6 @@ def growth(recording: Recording) -> list[Cause]:
         "    # make here what training has added, before its weights are loaded",
     ]
     return [Cause(text, mend)]
-
-
-_grown = growth
 
 
 def _not_kept(wrong: list[Difference], undisturbed: Recording) -> list[Cause]:
@@ -182,7 +184,7 @@ def lines_for(root: str, group: list[Difference], kind: str) -> list[str]:
         ]
     if owner.endswith((".dataset", ".collate_fn", ".sampler", ".batch_sampler")):
         return [
-            "# let a sample be a function of its index alone, or give what counts these two methods",
+            "# let a sample be a function of its index alone; give a stream these two methods",
             "def state_dict(self):",
             f"    return {{{attribute!r}: self.{attribute}}}",
             "def load_state_dict(self, state):",
@@ -200,7 +202,7 @@ def lines_for(root: str, group: list[Difference], kind: str) -> list[str]:
     is_tensor = re.match(r"(float|bfloat|int|uint|bool|complex)\d* \(", shown) is not None
     if owner == "module" and is_tensor and group[0].label == root:
         return [f'self.register_buffer("{attribute}", self.{attribute})  # in __init__']
-    if owner.startswith("callbacks") or owner == "data":
+    if owner.startswith("callback ") or owner == "data":
         return _state_dict_lines(attribute, kind, "generator" in shown)
     if owner == "module":
         return _saved(attribute, kind, "generator" in shown)
@@ -210,6 +212,7 @@ def lines_for(root: str, group: list[Difference], kind: str) -> list[str]:
 def _saved(name: str, kind: str, is_generator: bool) -> list[str]:
     take, give = _take_and_give(name, kind, is_generator, f'checkpoint["{name}"]')
     return [
+        PLAIN_ALONE,
         "def on_save_checkpoint(self, checkpoint):",
         f'    checkpoint["{name}"] = {take}',
         "def on_load_checkpoint(self, checkpoint):",
@@ -220,6 +223,7 @@ def _saved(name: str, kind: str, is_generator: bool) -> list[str]:
 def _state_dict_lines(name: str, kind: str, is_generator: bool) -> list[str]:
     take, give = _take_and_give(name, kind, is_generator, f'state["{name}"]')
     return [
+        PLAIN_ALONE,
         "def state_dict(self):",
         f'    return {{"{name}": {take}}}',
         "def load_state_dict(self, state):",
@@ -233,7 +237,7 @@ def _take_and_give(name: str, kind: str, is_generator: bool, saved: str) -> tupl
     if kind.endswith(" with state_dict"):
         return f"self.{name}.state_dict()", f"self.{name}.load_state_dict({saved})"
     if kind:
-        return f"vars(self.{name})  # plain values and tensors", f"vars(self.{name}).update({saved})"
+        return f"vars(self.{name})", f"vars(self.{name}).update({saved})"
     return f"self.{name}", f"self.{name} = {saved}"
 
 
@@ -314,7 +318,7 @@ def _weights(wrong: list[Difference], undisturbed: Recording, is_at_resume: bool
 
 
 def _logged(wrong: list[Difference]) -> list[Cause]:
-    found = [each for each in wrong if each.kind in (kinds.LOGGED, kinds.BEST, kinds.TEST)]
+    found = [each for each in wrong if each.kind in REPORTED]
     if not found:
         return []
     names = _listed([f"{each.label} ({_two(each)})" for each in found])
@@ -333,7 +337,7 @@ def _not_seen(undisturbed: Recording) -> list[Cause]:
     held = f" These cannot be looked into: {_listed(seen)}." if seen else ""
     text = (
         "everything that can be seen was restored, and the run differs later: there is a state that"
-        f" cannot be seen, in C++ code, in worker processes or in a library.{held}"
+        f" cannot be seen: in C++ code, a worker process, a file or a library.{held}"
     )
     return [Cause(text, _part("it"))]
 
@@ -369,12 +373,12 @@ def _listed(names: list[str]) -> str:
     return shown if len(names) <= FEW else f"{shown} and {len(names) - FEW} more"
 
 
-def _two(each: Difference) -> str:
+def _two(each: Difference, word: str = "resumed") -> str:
     one = "missing" if each.one is None else each.one.shown
     other = "missing" if each.other is None else each.other.shown
     if one == other:
         return f"other values of {one}"
-    return f"{one}, resumed {other}"
+    return f"{one}, {word} {other}"
 
 
 def _is_fresh(each: Difference, undisturbed: Recording) -> bool:

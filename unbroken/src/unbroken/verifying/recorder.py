@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -257,21 +258,22 @@ def entries_of_optimizer(
     number: int, optimizer: Optimizer, names: dict[int, str]
 ) -> dict[str, Entry]:
     """An optimizer's class, its rates and settings, and its state for each weight."""
-    found = {f"{OPTIMIZER}:{number} class": of_plain(type(optimizer).__qualname__)}
+    own = f"{OPTIMIZER}:optimizer {number}:"
+    found = {f"{own} class": of_plain(type(optimizer).__qualname__)}
     for place, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
                 kind = RATE if key in ("lr", "momentum", "betas") else OPTIMIZER
                 entry = of_tensor(value) if isinstance(value, Tensor) else of_plain(value)
                 found[f"{kind}:{key} of optimizer {number}, group {place}"] = entry
-        found[f"{OPTIMIZER}:{number} weights in group {place}"] = of_plain(len(group["params"]))
+        found[f"{own} weights in group {place}"] = of_plain(len(group["params"]))
     held = HeldValues()
     for weight, state in optimizer.state.items():
         name = names.get(id(weight), "a weight of no layer")
         # A part of the state may be kept under a name of the optimizer's own.
         label = name if isinstance(weight, Tensor) else str(weight)
         for key, entry in held.of({label: state}, []).items():
-            found[f"{OPTIMIZER}:{number} {key}"] = entry
+            found[f"{own} {key}"] = entry
     return found
 
 
@@ -282,9 +284,13 @@ def roots_of(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, A
     if data is not None:
         yield "data", data
     everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    for number, callback in enumerate(everyone):
+    of_class: Counter[str] = Counter()
+    for callback in everyone:
         place = type(callback).__module__
-        name = f"callbacks[{number}] {type(callback).__name__}"
+        name = f"callback {type(callback).__name__}"
+        of_class[name] += 1
+        if of_class[name] > 1:
+            name += f" {of_class[name]}"
         if place.startswith("lightning."):
             yield f"{name}.state_dict()", callback.state_dict()
         elif not place.startswith("unbroken."):

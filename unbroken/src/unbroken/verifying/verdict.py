@@ -124,7 +124,12 @@ def table_of(
         if not found:
             continue
         first = found[0]
-        names = f"{first.label}" if len(found) == 1 else f"{first.label} and {len(found) - 1} more"
+        names = first.label
+        if kind == kinds.SAMPLES:
+            # Such as validation:1:validation[0], of its second loader
+            names = names.rpartition(":")[2]
+        if len(found) > 1:
+            names += f" and {len(found) - 1} more"
         how = _how(first)
         if kind == kinds.WEIGHTS and most:
             how = f"at the end by up to {most}"
@@ -196,7 +201,10 @@ def last_words(ended: Ended) -> str:
     """The line of a failed run's output that says most."""
     lines = [line.strip() for line in ended.output.splitlines() if line.strip()]
     errors = [line for line in lines if line.startswith("error:") or "Error" in line.split(":")[0]]
-    return (errors or lines or ["nothing"])[-1]
+    last = (errors or lines or ["nothing"])[-1]
+    if last.endswith(":") and last != lines[-1]:
+        last += f" {lines[lines.index(last) + 1]}"
+    return last
 
 
 def _tail(tried: Tried) -> list[str]:
