@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,10 @@ def outcome_of(folder: Path) -> dict[str, Entry]:
 
 
 def _checkpoint(path: Path) -> dict[str, Entry]:
-    content: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
+    with warnings.catch_warnings():
+        # That sparse tensors are checked takes time, and is no fault.
+        warnings.simplefilter("ignore", UserWarning)
+        content: dict[str, Any] = torch.load(path, weights_only=True, map_location="cpu")
     found = {f"{BEST}:step": of_plain(content.get("global_step"))}
     for name, value in content["state_dict"].items():
         entry = of_tensor(value) if isinstance(value, Tensor) else of_plain(value)

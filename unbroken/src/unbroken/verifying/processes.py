@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -66,7 +67,10 @@ def become(words: list[str], variables: dict[str, str]) -> int:
 def _forked(function: Callable[[], int], output: Path, patience: float) -> int | None:
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, which a fork lacks. The child starts its own.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
     if pid == 0:
         code = 1
         try:
