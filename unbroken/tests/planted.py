@@ -1,4 +1,4 @@
-"""Small trainings, each with one thing that a checkpoint does not hold, and what must be said of it.
+"""Small trainings, each with one thing that no checkpoint holds, and what must be said of it.
 
 Tests of :mod:`unbroken.testing` train them. Each is as a user would write it by mistake.
 """
@@ -36,7 +36,8 @@ class Plain(LightningModule):
         self.net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1))
 
     def loss(self, batch: Batch) -> Tensor:
-        return nn.functional.mse_loss(self.net(batch[0]).squeeze(1), batch[1])
+        loss: Tensor = nn.functional.mse_loss(self.net(batch[0]).squeeze(1), batch[1])
+        return loss
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.loss(batch) + self.further(batch)
@@ -49,7 +50,9 @@ class Plain(LightningModule):
 
     def weigh(self, value: float) -> Tensor:
         """A term of the loss that depends on a number."""
-        return value * self.net[0].weight.square().mean()
+        first: Any = self.net[0]
+        weighed: Tensor = value * first.weight.square().mean()
+        return weighed
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         self.log("val_loss", self.loss(batch))

@@ -1,5 +1,5 @@
-"""Promise 20: whether a killed run is the undisturbed one is shown on anybody's code, and where it is
-not, what to write.
+"""Promise 20: whether a killed run is the undisturbed one is shown on anybody's code, and where it
+is not, what to write.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.commands import TINY, run
 from tests.planted import PLANTED, Averages, Objects, Plain, Unseeded, table
 from unbroken.testing import assert_resumes_exactly
@@ -155,9 +154,7 @@ def test_values_are_found_wherever_an_object_holds_them() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", list(PLANTED))
-def test_a_planted_fault_is_found_and_its_cause_named(
-    name: str, workplace: Path
-) -> None:
+def test_a_planted_fault_is_found_and_its_cause_named(name: str, workplace: Path) -> None:
     planted = PLANTED[name]
     with pytest.raises(AssertionError) as error:
         assert_resumes_exactly(planted.make, steps=18, trainer=planted.trainer)
@@ -187,3 +184,13 @@ def test_a_set_of_objects_counts_by_its_number() -> None:
     one.seen.add(object())
     entries = [HeldValues().of({"module": each}, []) for each in (one, other)]
     assert [each["module.seen"].shown for each in entries] == ["1 entries", "0 entries"]
+
+
+def test_an_object_that_raises_at_every_question_stops_nothing() -> None:
+    class Raises:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError(name)
+
+    values = HeldValues()
+    found = values.of({"module": {"a": Raises(), "b": [1, torch.ones(1)]}}, [])
+    assert found["module['b'][1]"].shown == "[1.0]"

@@ -1,9 +1,9 @@
 """For tests of one's own code: a run that is killed must end as the one that was never killed.
 
-    from unbroken.testing import assert_resumes_exactly
+from unbroken.testing import assert_resumes_exactly
 
-    def test_my_run_can_be_killed():
-        assert_resumes_exactly(lambda: MyModule(), lambda: MyData(), steps=20)
+def test_my_run_can_be_killed():
+    assert_resumes_exactly(lambda: MyModule(), lambda: MyData(), steps=20)
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def assert_resumes_exactly(
             from which step, how much; then why, and what to write.
     """
     if steps < 6:
-        raise ValueError(f"steps must be at least 6, got {steps}: a kill comes after the first save")
+        raise ValueError(
+            f"steps must be at least 6, got {steps}: a kill comes after the first save"
+        )
     if kills < 1:
         raise ValueError(f"kills must be at least 1, got {kills}")
     training = Training(make_module, make_data, steps, dict(trainer or {}))

@@ -5,9 +5,9 @@ python -m NAME.verify --config mine.yaml --steps 40 --kills 4
 python -m NAME.verify --devices 2 --strategy ddp
 python -m NAME.verify --accelerator gpu --deterministic true
 
-It trains a few steps twice undisturbed, and once killed (SIGKILL) and resumed. It takes the flags of
-NAME.fit. All runs lie in a temporary folder. Exit code 0: nothing differs; 1: something does, and a
-table says what, from which step, why, and what to write.
+It trains a few steps twice undisturbed, and once killed (SIGKILL) and resumed. It takes the flags
+of NAME.fit. All runs lie in a temporary folder. Exit code 0: nothing differs; 1: something does,
+and a table says what, from which step, why, and what to write.
 """
 
 from __future__ import annotations

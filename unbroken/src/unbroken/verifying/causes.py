@@ -20,7 +20,9 @@ OF_CLASS = "class of "
 # What is told of a run, and nothing that it trains on.
 REPORTED = {kinds.LOGGED, kinds.BEST, kinds.TEST}
 
-PLAIN_ALONE = "# numbers, texts, tensors, and lists and dictionaries of these: a file holds nothing else"
+PLAIN_ALONE = (
+    "# numbers, texts, tensors, and lists and dictionaries of these: a file holds nothing else"
+)
 
 
 @dataclass
@@ -71,7 +73,9 @@ def has_other_moments(comparison: Comparison) -> bool:
     return bool(comparison.only_in_one or comparison.only_in_other)
 
 
-def nondeterminism(first: Recording, undisturbed: Comparison, vary: list[Difference]) -> list[Cause]:
+def nondeterminism(
+    first: Recording, undisturbed: Comparison, vary: list[Difference]
+) -> list[Cause]:
     """Why two undisturbed runs differ."""
     places = {moment: place for place, moment in enumerate(first.rows)}
     earliest = min(places[each.moment] for each in vary)
@@ -87,9 +91,13 @@ def nondeterminism(first: Recording, undisturbed: Comparison, vary: list[Differe
         elif each.kind == kinds.SAMPLES:
             text = f"{same} {_where(each)} get other samples.{beside}"
             mend = ["# draw from torch, NumPy or random, which are seeded, not from os.urandom,"]
-            found.append(Cause(text, [*mend, "# a clock, hash() or the order of a set or a folder"]))
+            found.append(
+                Cause(text, [*mend, "# a clock, hash() or the order of a set or a folder"])
+            )
         elif each.kind == kinds.RANDOM:
-            text = f"{same} {each.label} generator of random numbers is drawn another number of times."
+            text = (
+                f"{same} {each.label} generator of random numbers is drawn another number of times."
+            )
             found.append(Cause(f"{text}{beside}", ["# draw as often in every run"]))
     if found:
         return found[:FEW]
@@ -122,7 +130,7 @@ def grew(recording: Recording) -> list[str]:
         before = start.get(name)
         if before is None:
             found.append(f"{label} is new")
-        elif _shape(before.shown) != _shape(entry.shown) or is_class and before != entry:
+        elif _shape(before.shown) != _shape(entry.shown) or (is_class and before != entry):
             found.append(f"{label} was {before.shown} and is {entry.shown}")
     return found
 
@@ -265,8 +273,8 @@ def _samples(wrong: list[Difference], undisturbed: Recording) -> list[Cause]:
         if twin is not None:
             text += f" They are those of {_moment(twin)} of the undisturbed run."
         mend = [
-            "# let a sample depend on its index and the epoch alone; give a stream, or a sampler of",
-            "# your own, state_dict() and load_state_dict(), or a sampler set_epoch()",
+            "# let a sample depend on its index and the epoch alone; give a stream, or a sampler",
+            "# of your own, state_dict() and load_state_dict(), or a sampler set_epoch()",
         ]
         found[loader] = Cause(text, mend)
     return list(found.values())
@@ -301,7 +309,9 @@ def _optimizer(wrong: list[Difference], undisturbed: Recording) -> list[Cause]:
         return []
     first = found[0]
     text = f"the optimizer's state is another one: {_listed(_labels(found))} ({_two(first)})."
-    return [Cause(text, ["# keep it in optimizer.state, which state_dict() and load_state_dict() hold"])]
+    return [
+        Cause(text, ["# keep it in optimizer.state, which state_dict() and load_state_dict() hold"])
+    ]
 
 
 def _weights(wrong: list[Difference], undisturbed: Recording, is_at_resume: bool) -> list[Cause]:
@@ -323,7 +333,9 @@ def _logged(wrong: list[Difference]) -> list[Cause]:
         return []
     names = _listed([f"{each.label} ({_two(each)})" for each in found])
     text = f"what is reported is another value, while samples and weights are the same: {names}."
-    mend = ["# keep what the value is summed up from: a torchmetrics.Metric of the module, a buffer,"]
+    mend = [
+        "# keep what the value is summed up from: a torchmetrics.Metric of the module, a buffer,"
+    ]
     return [Cause(text, [*mend, "# or what on_save_checkpoint writes"])]
 
 
@@ -343,8 +355,8 @@ def _not_seen(undisturbed: Recording) -> list[Cause]:
 
 
 def _other_batches(comparison: Comparison) -> Cause:
-    missing = [moment for moment in comparison.only_in_one]
-    further = [moment for moment in comparison.only_in_other]
+    missing = comparison.only_in_one
+    further = comparison.only_in_other
     parts = []
     if missing:
         parts.append(f"the resumed run lacks {_moment(missing[0])} ({len(missing)} in all)")

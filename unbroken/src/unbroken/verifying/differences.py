@@ -114,7 +114,8 @@ def same_samples(one: Recording, wanted: Difference) -> Moment | None:
         return None
     for moment, row in one.rows.items():
         entry = row.values.get(wanted.name)
-        if entry is not None and moment[1] == wanted.moment[1]:
-            if entry.digest == wanted.other.digest:
-                return moment
+        if entry is None or moment[1] != wanted.moment[1]:
+            continue
+        if entry.digest == wanted.other.digest:
+            return moment
     return None

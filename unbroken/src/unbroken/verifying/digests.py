@@ -67,7 +67,7 @@ def of_tensor(tensor: Tensor, with_rows: bool = False) -> Entry:
         return Entry(digest_of(kind.encode(), *(each.encode() for each in digests)), kind)
     content = bytes_of(tensor)
     rows: tuple[str, ...] = ()
-    if with_rows and tensor.ndim > 0 and 0 < len(tensor):
+    if with_rows and tensor.ndim > 0 and len(tensor) > 0:
         width = len(content) // len(tensor)
         starts = range(0, width * len(tensor), max(width, 1))
         rows = tuple(digest_of(content[start : start + width]) for start in starts)

@@ -90,25 +90,37 @@ class HeldValues:
         if isinstance(value, ModuleType | BuiltinFunctionType) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        if isinstance(value, Tensor):
-            self._found[path] = self._tensor(path, value)
-        elif isinstance(value, np.ndarray):
-            self._found[path] = of_array(value)
-        elif is_generator(value):
-            self._found[path] = generator_entry(value)
+        try:
+            self._look_into(path, value, depth)
+        except Exception:  # an object of any class may answer in its own way
+            self.opaque[path] = type(value).__name__
+
+    def _look_into(self, path: str, value: Any, depth: int) -> None:
+        leaf = self._leaf(path, value)
+        if leaf is not None:
+            self._found[path] = leaf
         elif isinstance(value, ROWS):
             self._visit_rows(path, list(value), depth)
-        elif isinstance(value, SETS):
-            # The text of any other object may hold its address.
-            texts = sorted(repr(each) for each in value if isinstance(each, PLAIN))
-            whole = of_plain([len(value), texts])
-            self._found[path] = Entry(whole.digest, f"{len(value)} entries")
         elif isinstance(value, Mapping):
             self._visit_mapping(path, value, depth)
         elif isinstance(value, type):
             self._visit_class(path, value, depth)
         elif not type(value).__module__.startswith(MACHINERY) or isinstance(value, nn.Module):
             self._visit_object(path, value, depth)
+
+    def _leaf(self, path: str, value: Any) -> Entry | None:
+        """The entry of a value that is compared as a whole; None for any other."""
+        if isinstance(value, Tensor):
+            return self._tensor(path, value)
+        if isinstance(value, np.ndarray):
+            return of_array(value)
+        if is_generator(value):
+            return generator_entry(value)
+        if isinstance(value, SETS):
+            # The text of any other object may hold its address.
+            texts = sorted(repr(each) for each in value if isinstance(each, PLAIN))
+            return Entry(of_plain([len(value), texts]).digest, f"{len(value)} entries")
+        return None
 
     def _tensor(self, path: str, tensor: Tensor) -> Entry:
         try:
@@ -136,11 +148,7 @@ class HeldValues:
             self._visit(f"{path}[{place}]", each, depth + 1)
 
     def _visit_mapping(self, path: str, mapping: Mapping[Any, Any], depth: int) -> None:
-        try:
-            items = list(mapping.items())
-        except Exception:  # somebody's own mapping
-            self.opaque[path] = type(mapping).__name__
-            return
+        items = list(mapping.items())
         if all(isinstance(key, PLAIN) and isinstance(each, PLAIN) for key, each in items):
             whole = of_plain(items)
             shown = whole.shown if len(items) <= 1 else f"{len(items)} entries"
@@ -189,8 +197,9 @@ class HeldValues:
             is_known = is_known or not isinstance(value, Iterator)
         if is_known and not isinstance(value, Iterator):
             return
-        if isinstance(value, nn.Module) or hasattr(value, "__dict__") and not is_known:
-            # It has attributes, and none is set.
+        may_have_attributes = hasattr(value, "__dict__") and not is_known
+        if isinstance(value, nn.Module) or may_have_attributes:
+            # None is set.
             return
         entry = of_pickle(value)
         if entry is not None:
@@ -199,6 +208,8 @@ class HeldValues:
             self.opaque[path] = type(value).__name__
 
     def _visit_optimizer(self, path: str, optimizer: Optimizer, depth: int) -> None:
+        kind = type(optimizer).__qualname__
+        self._found[f"class of {path}"] = Entry(kind, f"{kind} with state_dict")
         for name, value in vars(optimizer).items():
             if name not in OF_EVERY_OPTIMIZER:
                 self._visit(f"{path}.{name}", value, depth + 1)
@@ -223,11 +234,13 @@ class HeldValues:
             return
         for name in function.__code__.co_names:
             value = function.__globals__.get(name)
-            if not isinstance(value, (*PLAIN, type, ModuleType, FunctionType)):
-                self._visit(f"{function.__module__}.{name}", value, depth + 1)
-            elif isinstance(value, int | float) and f"global {name}" in _source(function):
-                self._visit(f"{function.__module__}.{name}", value, depth + 1)
-            elif isinstance(value, FunctionType) and is_users_module(value.__module__):
+            if isinstance(value, FunctionType):
+                may_change = is_users_module(value.__module__)
+            elif isinstance(value, PLAIN):
+                may_change = f"global {name}" in _source(function)
+            else:
+                may_change = not isinstance(value, type | ModuleType)
+            if may_change:
                 self._visit(f"{function.__module__}.{name}", value, depth + 1)
 
     def _visit_running(self, path: str, running: GeneratorType[Any, Any, Any]) -> None:
@@ -294,7 +307,9 @@ def generator_entry(generator: Any) -> Entry:
     elif isinstance(generator, np.random.Generator):
         state = generator.bit_generator.state
     elif isinstance(generator, np.random.RandomState):
-        state = [part.tolist() if hasattr(part, "tolist") else part for part in generator.get_state()]
+        state = [
+            part.tolist() if hasattr(part, "tolist") else part for part in generator.get_state()
+        ]
     else:
         state = generator.getstate()
     return Entry(of_plain(state).digest, "a generator of random numbers")
@@ -309,7 +324,9 @@ def is_users(kind: type) -> bool:
 def is_users_module(name: str) -> bool:
     """Whether a module is the user's own file."""
     root = name.partition(".")[0]
-    if root in LIBRARIES or root in sys.stdlib_module_names and root != "__main__":
+    if root == "__main__":
+        return True
+    if root in LIBRARIES or root in sys.stdlib_module_names:
         return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return "site-packages" not in file and "dist-packages" not in file

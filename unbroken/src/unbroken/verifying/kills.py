@@ -1,4 +1,4 @@
-"""Where a run is killed: places of every kind, chosen by a seed from those of an undisturbed run."""
+"""Where a run is killed: places of every kind, chosen by a seed from an undisturbed run's."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ class Recorder(Callback):
         self._write(["test", dataloader_idx, batch_idx], trainer, values)
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        found = {name: value for name, value in trainer.callback_metrics.items()}
+        found = trainer.callback_metrics
         values = {f"{TEST}:{name}": of_tensor(value) for name, value in found.items()}
         self._write(["tested"], trainer, values)
 
@@ -155,9 +155,7 @@ class Recorder(Callback):
 
     def _write(self, moment: list[Any], trainer: Trainer, values: dict[str, Entry]) -> None:
         """Write what changed since this process's last row that had a value of the name."""
-        changed = {
-            name: entry for name, entry in values.items() if self._before.get(name) != entry
-        }
+        changed = {name: entry for name, entry in values.items() if self._before.get(name) != entry}
         kinds = kinds_at(moment)
         gone = [name for name in self._before if name not in values and name.startswith(kinds)]
         for name in gone:
@@ -214,8 +212,8 @@ def _tensors_in(name: str, batch: Any) -> Iterator[tuple[str, Tensor]]:
 
 def generators(trainer: Trainer) -> dict[str, Entry]:
     """The states of the generators that everybody draws from; shown: the place in a block."""
-    version, words, gauss = random.getstate()
-    kind, keys, place, *rest = np.random.get_state()
+    _, words, gauss = random.getstate()
+    _, keys, place, *rest = np.random.get_state()
     torchs = torch.get_rng_state().numpy()
     found = {
         f"{RANDOM}:Python's": _generator((words[:-1], gauss), words[-1]),

@@ -86,7 +86,9 @@ def judge(trial: Trial) -> Verdict:
     """What the runs of a trial show."""
     for name, tried in (("undisturbed", trial.first), ("second undisturbed", trial.second)):
         if not tried.is_done:
-            return Verdict(False, f"the {name} run failed: nothing was compared.", notes=_tail(tried))
+            return Verdict(
+                False, f"the {name} run failed: nothing was compared.", notes=_tail(tried)
+            )
     undisturbed = compare(trial.first.recording, trial.second.recording)
     varying = results_that_vary(undisturbed)
     if varying or has_other_moments(undisturbed):
@@ -104,12 +106,16 @@ def judge(trial: Trial) -> Verdict:
         if count == 0:
             line = "nothing was shown: the run has no place after its first save to be killed at."
             return Verdict(False, f"{line} Make it longer.", notes=notes)
-        line = f"exact: killed {len(trial.killed.kills)} times ({places}) and resumed {count} times,"
+        line = (
+            f"exact: killed {len(trial.killed.kills)} times ({places}) and resumed {count} times,"
+        )
         line += f" the run is the undisturbed one, bit for bit: {steps} steps,"
         return Verdict(True, f"{line} {comparison.compared:,} values.", notes=notes)
     found = causes_of(trial.first.recording, trial.killed.recording, comparison)
     since = _since(trial, differences, comparison)
-    line = f"not exact: the run that was killed ({places}) differs from the undisturbed one {since}."
+    line = (
+        f"not exact: the run that was killed ({places}) differs from the undisturbed one {since}."
+    )
     rows = table_of(differences, comparison, _most_of_weights(trial))
     return Verdict(False, line, rows, found, notes)
 
@@ -220,7 +226,9 @@ def _places(tried: Tried) -> str:
 
 
 def _notes(trial: Trial, comparison: Comparison, undisturbed: Comparison) -> list[str]:
-    compared = f"compared: {comparison.compared:,} values at {len(trial.first.recording.rows)} moments"
+    compared = (
+        f"compared: {comparison.compared:,} values at {len(trial.first.recording.rows)} moments"
+    )
     notes = [f"{compared}: samples, generators, attributes, rates, optimizer states, weights,"]
     notes[0] += " loss, logged values, the best, the test."
     measured = ", ".join(f"{each}*" for each in MEASURED)
@@ -229,10 +237,9 @@ def _notes(trial: Trial, comparison: Comparison, undisturbed: Comparison) -> lis
     if vary:
         text = ", ".join(vary[:8]) + (f" and {len(vary) - 8} more" if len(vary) > 8 else "")
         notes.append(f"not compared, because they differ between two undisturbed runs: {text}.")
-    for kill in trial.killed.kills:
-        notes.append(f"killed {kill.kind}: {moment_text((0, *kill.moment))}")
-    for moment in trial.killed.recording.resumes:
-        notes.append(f"resumed at {moment_text(moment)}")
+    kills = trial.killed.kills
+    notes += [f"killed {kill.kind}: {moment_text((0, *kill.moment))}" for kill in kills]
+    notes += [f"resumed at {moment_text(each)}" for each in trial.killed.recording.resumes]
     notes.append(f"torch {torch.__version__}")
     return notes
 
