@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 # Options of fit that say where a run lies, which is here a temporary folder.
 OF_THE_FOLDER = ("run_name", "ckpt_path", "default_root_dir", "trainer.default_root_dir")
 # What every run here gets, after everything that is typed.
-ALWAYS = ["--logger", "false", "--report", "false", "--mirror", "null"]
+ALWAYS = ["--logger", "false", "--report", "false", "--mirror", "null", "--fast_dev_run", "false"]
 RUN_NAME = "run"
 SEED = "42"
 EPOCHS = 3

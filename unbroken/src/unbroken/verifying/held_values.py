@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torchmetrics import Metric
 
+from unbroken.lightning_internals import version_of
 from unbroken.verifying.digests import Entry, of_array, of_pickle, of_plain, of_tensor, sampled
 
 # Values that a run ends with, however much its objects hold.
@@ -48,7 +49,7 @@ MACHINERY = (
 # Packages whose classes keep no values for a user.
 LIBRARIES = ("torch", "lightning", "torchmetrics", "unbroken", "numpy", "typing", "collections")
 # What every module and optimizer has.
-OF_EVERY_MODULE = {*vars(nn.Module()), "_forward_hooks_always_called", "prepare_data"}
+OF_EVERY_MODULE = set(vars(nn.Module()))
 OF_LIGHTNINGS = {*vars(LightningModule()), *vars(LightningDataModule())} - {"training"}
 OF_EVERY_OPTIMIZER = {*vars(SGD([nn.Parameter(torch.zeros(1))], lr=1.0)), "step", "_opt_called"}
 
@@ -124,7 +125,7 @@ class HeldValues:
 
     def _tensor(self, path: str, tensor: Tensor) -> Entry:
         try:
-            place = (tensor.data_ptr(), tensor._version, tensor.shape)
+            place = (version_of(tensor), tensor.shape)
         except (RuntimeError, NotImplementedError):
             # A sparse or fake tensor, or one of an inference.
             return of_tensor(tensor)
@@ -270,10 +271,7 @@ def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
         if is_torchs:
             held = {"training": value.training}
     if isinstance(value, LightningModule | LightningDataModule):
-        hparams = getattr(value, "_hparams", None)
         held = {name: each for name, each in held.items() if name not in OF_LIGHTNINGS}
-        held = {name: each for name, each in held.items() if not name.startswith("_hparams")}
-        held["hparams"] = dict(hparams or {})
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
@@ -283,9 +281,9 @@ def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _weights_and_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    yield from module._parameters.items()
-    yield from module._buffers.items()
-    yield from module._modules.items()
+    yield from module.named_parameters(recurse=False)
+    yield from module.named_buffers(recurse=False)
+    yield from module.named_children()
 
 
 def has_state_dict(value: Any) -> bool:

@@ -22,6 +22,8 @@ from unbroken.verifying.recordings import Recording, Row, raw_rows, read_recordi
 # It names a file that says which start of which run a process is. Lightning starts the ranks of a
 # run by the command of rank zero.
 START_VARIABLE = "UNBROKEN_VERIFY_START"
+# How a process ends that a Killer has ended; the second number is that of Windows.
+KILLED = (-9, 15)
 # Optimizer steps between two saves: a resume then repeats a step at times.
 SAVE_EVERY = "2"
 # A resumed start that takes so many times as long as the whole undisturbed run, and this many
@@ -51,7 +53,9 @@ class Start:
 
     def callbacks(self, checkpoint: Path) -> list[Callback]:
         """What takes part in the run beside the user's own; ``checkpoint``: its last.ckpt."""
-        return [Recorder(self.folder, self.number), Killer(self.kill, os.getpgrp(), checkpoint)]
+        # Windows has no groups of processes.
+        group = os.getpgrp() if hasattr(os, "getpgrp") else 0
+        return [Recorder(self.folder, self.number), Killer(self.kill, group, checkpoint)]
 
 
 def describe(start: Start) -> Path:
@@ -136,7 +140,7 @@ class Trial:
         folder = self._made("killed")
         for number, kill in enumerate([*chosen, None]):
             ended = self._start(Start(folder, number, kill), patience)
-            if ended.code == 0 or kill is None or ended.code != -9:
+            if kill is None or ended.code not in KILLED:
                 break
             self.killed.kills.append(kill)
         self.killed.ended = ended
