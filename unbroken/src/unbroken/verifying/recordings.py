@@ -31,11 +31,16 @@ class Recording:
 
     Attributes:
         rows: The moments in their order. What a start has repeated counts as it was the last time.
-        resumes: The first training batch of each start but the first, of rank zero.
+        resumes: The first training batch of each start but the first, of each rank.
     """
 
     rows: dict[Moment, Row] = field(default_factory=dict)
     resumes: list[Moment] = field(default_factory=list)
+
+    @property
+    def resumed_at(self) -> list[Moment]:
+        """Where rank zero has resumed."""
+        return [moment for moment in self.resumes if moment[0] == 0]
 
 
 def read_recording(folder: Path) -> Recording:
@@ -46,7 +51,7 @@ def read_recording(folder: Path) -> Recording:
         has_resumed = False
         for moment, row in rows_of(path):
             place = (rank, *moment)
-            if start > 0 and rank == 0 and moment[0] == "train" and not has_resumed:
+            if start > 0 and moment[0] == "train" and not has_resumed:
                 has_resumed = True
                 found.resumes.append(place)
             # A moment that is repeated stands where it stood.

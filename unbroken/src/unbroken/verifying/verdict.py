@@ -102,7 +102,7 @@ def judge(trial: Trial) -> Verdict:
     places = _places(trial.killed)
     if not differences and not has_other_moments(comparison):
         steps = max(row.step for row in trial.first.recording.rows.values())
-        count = len(trial.killed.recording.resumes)
+        count = len(trial.killed.recording.resumed_at)
         if count == 0:
             line = "nothing was shown: the run has no place after its first save to be killed at."
             return Verdict(False, f"{line} Make it longer.", notes=notes)
@@ -239,7 +239,7 @@ def _notes(trial: Trial, comparison: Comparison, undisturbed: Comparison) -> lis
         notes.append(f"not compared, because they differ between two undisturbed runs: {text}.")
     kills = trial.killed.kills
     notes += [f"killed {kill.kind}: {moment_text((0, *kill.moment))}" for kill in kills]
-    notes += [f"resumed at {moment_text(each)}" for each in trial.killed.recording.resumes]
+    notes += [f"resumed at {moment_text(each)}" for each in trial.killed.recording.resumed_at]
     notes.append(f"torch {torch.__version__}")
     return notes
 
