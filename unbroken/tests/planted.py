@@ -36,8 +36,8 @@ class Plain(LightningModule):
         self.net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1))
 
     def loss(self, batch: Batch) -> Tensor:
-        loss: Tensor = nn.functional.mse_loss(self.net(batch[0]).squeeze(1), batch[1])
-        return loss
+        output: Tensor = self.net(batch[0])
+        return nn.functional.mse_loss(output.squeeze(1), batch[1])
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         loss = self.loss(batch) + self.further(batch)

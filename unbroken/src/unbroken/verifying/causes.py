@@ -17,6 +17,7 @@ OWNED = re.compile(
 # Names that are told of a group of values.
 FEW = 3
 OF_CLASS = "class of "
+KEEPS_STATE = " with state_dict"
 # What is told of a run, and nothing that it trains on.
 REPORTED = {kinds.LOGGED, kinds.BEST, kinds.TEST}
 
@@ -151,7 +152,7 @@ def growth(recording: Recording) -> list[Cause]:
 def _not_kept(wrong: list[Difference], undisturbed: Recording) -> list[Cause]:
     groups: dict[str, list[Difference]] = {}
     for each in wrong:
-        if each.kind == kinds.HELD and not each.label.startswith((OF_CLASS, f"len({OF_CLASS}")):
+        if each.kind == kinds.HELD:
             groups.setdefault(_root(each.label), []).append(each)
     found = []
     for root, group in groups.items():
@@ -168,7 +169,29 @@ def _cause_of_held(
     names = root if len(group) == 1 and group[0].label == root else _listed(_labels(group))
     how = "begins anew after a resume" if begins_anew else "is another one after a resume"
     text = f"{root} changes in training and is not kept: it {how} ({names}: {_two(first)})."
+    declared = _declares_state(root, group, undisturbed)
+    if declared is not None:
+        return Cause(text, lines_for(declared, group, KEEPS_STATE))
     return Cause(text, lines_for(root, group, _class_of(root, first.moment, undisturbed)))
+
+
+def _declares_state(root: str, group: list[Difference], undisturbed: Recording) -> str | None:
+    """The object below an attribute that has a state_dict and holds what differs, such as
+    ``module.engine.accountant``; None where there is none.
+    """
+    first = group[0]
+    paths = []
+    for name, entry in undisturbed.rows[first.moment].values.items():
+        path = name.removeprefix(f"{kinds.HELD}:{OF_CLASS}")
+        is_below = path != name and path.startswith(root)
+        if is_below and entry.shown.endswith(KEEPS_STATE) and re.fullmatch(r"[\w.]+", path):
+            paths.append(path)
+    holds = [path for path in paths if any(_is_in(each.label, path) for each in group)]
+    return min(holds, key=len, default=None)
+
+
+def _is_in(label: str, path: str) -> bool:
+    return label.removeprefix("len(").startswith(f"{path}.")
 
 
 def lines_for(root: str, group: list[Difference], kind: str) -> list[str]:
@@ -182,6 +205,9 @@ def lines_for(root: str, group: list[Difference], kind: str) -> list[str]:
     match = OWNED.match(root)
     owner = match["owner"] if match else ""
     attribute = (match["attribute"] or "").strip(".[]'") if match else ""
+    if match and kind == KEEPS_STATE:
+        # The object that declares its state may lie deeper.
+        attribute = root.removeprefix(f"{owner}.")
     shown = group[0].one.shown if group[0].one else ""
     if "()'s " in root or not match:
         name = root.rpartition("'s ")[2].rpartition(".")[2]
@@ -242,7 +268,7 @@ def _state_dict_lines(name: str, kind: str, is_generator: bool) -> list[str]:
 def _take_and_give(name: str, kind: str, is_generator: bool, saved: str) -> tuple[str, str]:
     if is_generator:
         return f"self.{name}.get_state()", f"self.{name}.set_state({saved})"
-    if kind.endswith(" with state_dict"):
+    if kind.endswith(KEEPS_STATE):
         return f"self.{name}.state_dict()", f"self.{name}.load_state_dict({saved})"
     if kind:
         return f"vars(self.{name})", f"vars(self.{name}).update({saved})"
@@ -369,6 +395,7 @@ def _other_batches(comparison: Comparison) -> Cause:
 
 
 def _root(label: str) -> str:
+    label = label.removeprefix(OF_CLASS)
     label = label.removeprefix("len(").removesuffix(")") if label.startswith("len(") else label
     match = OWNED.match(label)
     if match is None or "()'s " in label:

@@ -272,6 +272,9 @@ def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
             held = {"training": value.training}
     if isinstance(value, LightningModule | LightningDataModule):
         held = {name: each for name, each in held.items() if name not in OF_LIGHTNINGS}
+        if not held.get("_hparams"):
+            # Lightning makes empty ones where it is asked for them.
+            held.pop("_hparams", None)
     for base in type(value).__mro__:
         slots = vars(base).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:
