@@ -157,9 +157,12 @@ def _not_kept(wrong: list[Difference], undisturbed: Recording) -> list[Cause]:
     found = []
     for root, group in groups.items():
         begins_anew = any(_is_fresh(each, undisturbed) for each in group)
-        found.append((not begins_anew, _cause_of_held(root, group, undisturbed, begins_anew)))
-    found.sort(key=lambda each: each[0])
-    return [cause for _, cause in found]
+        # An attribute is likelier than a global variable, which a library may keep for itself.
+        is_global = OWNED.match(root) is None
+        cause = _cause_of_held(root, group, undisturbed, begins_anew)
+        found.append((not begins_anew, is_global, cause))
+    found.sort(key=lambda each: each[:2])
+    return [each[2] for each in found]
 
 
 def _cause_of_held(
