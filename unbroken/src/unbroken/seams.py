@@ -14,7 +14,6 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
-
 from unbroken.errors import UserError
 
 # The hooks of callbacks that Lightning calls for every batch of a training and its validations.

@@ -3,7 +3,6 @@
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer, callbacks
-
 from unbroken import lightning_internals
 from unbroken.loading import ExactLoading
 

@@ -19,8 +19,6 @@ from jsonargparse.typing import register_type
 from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespace
 from lightning.pytorch.loggers import Logger
-
-import project.data  # noqa: F401 - its classes are known to the parser by their short names
 from unbroken import contract
 from unbroken.cli.defaults import default_settings
 from unbroken.cli.explain import explain, with_choices
@@ -42,6 +40,8 @@ from unbroken.cli.typed import CommandLine, leave_out_added, merged
 from unbroken.errors import UserError, require
 from unbroken.lightning_internals import values_are_no_files
 from unbroken.tables import flat
+
+import project.data  # noqa: F401 - its classes are known to the parser by their short names
 
 HERE = Path(__file__).parent
 MOST_USED = HERE / "most_used.txt"

@@ -14,7 +14,6 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
-
 from unbroken import contract
 from unbroken.cli.cli import Configuration, configure, differences
 from unbroken.cli.program import Program

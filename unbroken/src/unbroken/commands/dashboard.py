@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from unbroken.cli.parser import CommandParser
 from unbroken.errors import UserError
 from unbroken.loggers.panels import PANELS

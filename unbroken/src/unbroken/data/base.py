@@ -14,7 +14,6 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
-
 from unbroken.errors import UserError, require
 
 Split = Literal["train", "val", "test"]

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-
 from unbroken.errors import UserError, require
 
 # The first four bytes of a file say what it holds.

@@ -11,7 +11,6 @@ from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 from torchvision.transforms import v2
-
 from unbroken.data.augmentation import as_unit_floats, random_deformation, random_shift
 from unbroken.data.base import SplitDataModule, TensorRows
 from unbroken.errors import require
@@ -88,7 +87,8 @@ class BatchedDataModule(SplitDataModule):
     mean: list[float] = [0.5]  # per channel, of images scaled to 0-1
     std: list[float] = [0.5]
     image_shape: tuple[int, int, int] = (1, 28, 28)  # channels, height, width
-    class_names: list[str] = [str(digit) for digit in range(10)]  # empty if targets are no classes
+    # Empty if targets are no classes
+    class_names: list[str] = [str(number) for number in range(10)]
 
     def __init__(
         self,

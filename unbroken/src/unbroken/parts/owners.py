@@ -19,7 +19,6 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 from torchmetrics import Metric
-
 from unbroken import contract
 from unbroken.parts.plain_values import is_users_own
 from unbroken.parts.users_callbacks import NOT_THE_USERS, users_callbacks

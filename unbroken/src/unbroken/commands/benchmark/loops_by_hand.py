@@ -14,7 +14,6 @@ from PIL import Image
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms
-
 from unbroken import contract
 from unbroken.cli.cli import Configuration
 from unbroken.commands.benchmark.real_runs import Epoch, wanted_devices

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
-
 from unbroken.tables import Row, flat, is_number, load_yaml
 
 # Settings that do not tell configurations apart: where a run lies

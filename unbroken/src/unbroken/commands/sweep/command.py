@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-
 from unbroken.cli.parser import CommandParser, add_output
 from unbroken.cli.program import folder_of
 from unbroken.errors import UserError, require

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from matplotlib.axes import Axes
-
 from unbroken.cli.cli import Configuration
 from unbroken.commands.tune.picture import picture
 from unbroken.commands.tune.short_training import ShortTraining, train_shortly
