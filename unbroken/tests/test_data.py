@@ -20,6 +20,7 @@ from torchvision.transforms import v2
 from unbroken.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
 from numerals.data import MNISTDataModule
 from unbroken.data.augmentation import random_deformation
+from unbroken.data.base import belongs_on
 from unbroken.data.idx_files import read_idx
 from numerals.data.mnist import DIGITS
 from unbroken.loading import ExactLoader
@@ -315,16 +316,16 @@ def test_data_live_on_a_cuda_device_where_they_take_little_of_it(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory)
     )
-    module = Fixed(TensorRows(torch.arange(6)), on_device=asked, num_workers=workers)
-    assert module.belongs_on(torch.device(device), module.dataset) is expected
+    rows = TensorRows(torch.arange(6))
+    assert belongs_on(torch.device(device), rows, asked, workers) is expected
 
 
 def test_data_that_cannot_live_on_the_device_are_an_error_only_where_it_was_asked_for() -> None:
-    assert not Fixed(Pairs()).belongs_on(torch.device("cuda"), Pairs())
+    assert not belongs_on(torch.device("cuda"), Pairs(), "auto", None)
     with pytest.raises(
         UserError, match=r"^--data.on_device true needs data in memory .* got Pairs.$"
     ):
-        Fixed(Pairs(), on_device=True).belongs_on(torch.device("cuda"), Pairs())
+        belongs_on(torch.device("cuda"), Pairs(), True, None)
     with pytest.raises(
         UserError, match=r"^--data.num_workers must be 0 with --data.on_device true, got 2.$"
     ):

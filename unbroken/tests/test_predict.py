@@ -22,7 +22,7 @@ from unbroken.errors import BadImage, UserError
 from numerals.model import MNISTClassifier
 from unbroken.commands.predict import command as predict
 from unbroken.commands.predict.answers import predict_batch
-from unbroken.commands.predict.digits import find_digit, is_unclear
+from unbroken.data.drawn_figures import find_figure, is_unclear
 from unbroken.commands.predict.files import find_files
 from unbroken.commands.predict.images import read_image
 from unbroken.commands.predict.labelling import predict_files
@@ -123,7 +123,7 @@ def test_an_mnist_image_comes_out_of_preparation_unchanged(
 ) -> None:
     for image in digits[0]:
         pixels = np.repeat(image[..., None].astype(np.float32) / 255, 3, axis=2)
-        np.testing.assert_array_equal(find_digit(pixels)[0], image[None])
+        np.testing.assert_array_equal(find_figure(pixels)[0], image[None])
 
 
 @pytest.mark.nightly
@@ -135,7 +135,7 @@ def test_prepared_digits_have_mnists_box_and_centre_of_mass(
         wide[20:160, 150:290] = (
             np.asarray(Image.fromarray(image).resize((140, 140)), dtype=np.float32) / 255
         )
-        prepared = find_digit(1 - np.repeat(wide[..., None], 3, axis=2))[0][0].astype(np.float64)
+        prepared = find_figure(1 - np.repeat(wide[..., None], 3, axis=2))[0][0].astype(np.float64)
         rows, columns = np.flatnonzero(prepared.any(axis=1)), np.flatnonzero(prepared.any(axis=0))
         assert max(np.ptp(rows), np.ptp(columns)) + 1 in (
             19,
@@ -215,7 +215,7 @@ def test_several_digits_are_said_and_counted_and_noise_is_no_digit(
     ]
     assert entry.exit_code(predict.main, words) == 2
     told = capsys.readouterr()
-    assert "television.png: nothing in it stands out like a digit" in told.err
+    assert "television.png: nothing in it stands out like a drawn figure" in told.err
     assert "of 5 files: 4 more than one digit" in told.out
     notes = {Path(row["file"]).stem: row["note"] for row in json.loads(output.read_text())}
     assert [name for name, note in sorted(notes.items()) if note == "more than one digit"] == [
@@ -242,9 +242,9 @@ def test_dust_and_a_digit_in_a_corner_do_not_matter(
         page[110:194, 110:194] -= (
             np.asarray(Image.fromarray(image).resize((84, 84)), dtype=np.float32)[..., None] / 255
         )
-        clean.append(find_digit(page)[0])
+        clean.append(find_figure(page)[0])
         page[10:13, 10:13] = 0
-        dusty.append(find_digit(page)[0])
+        dusty.append(find_figure(page)[0])
     np.testing.assert_allclose(
         np.array(dusty, dtype=int), np.array(clean, dtype=int), atol=8
     )  # full ink is re-estimated
@@ -261,7 +261,7 @@ def test_pictures_of_odd_sizes_are_prepared_or_refused_never_a_crash(
         rng.random((height, width, 3)),
     ):
         try:
-            prepared = find_digit(picture.astype(np.float32))[0]
+            prepared = find_figure(picture.astype(np.float32))[0]
         except BadImage:
             continue
         assert prepared.shape == (1, 28, 28)

@@ -75,7 +75,7 @@ def normalizer(data: Any, images: Tensor, device: torch.device) -> Callable[[Ten
 
 
 class PerSampleImages(TensorDataset):
-    """Single images as torchvision's MNIST gives them with the usual transforms.
+    """Single images as torchvision's data sets give them with the usual transforms.
 
     Each goes from a tensor to a Pillow image and back, and is normalised.
     """
