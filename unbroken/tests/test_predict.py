@@ -21,7 +21,7 @@ from unbroken.data.images import fit_image
 from unbroken.errors import BadImage, UserError
 from numerals.model import MNISTClassifier
 from unbroken.commands.predict import command as predict
-from unbroken.commands.predict.answers import predict_batch
+from unbroken.commands.predict.answers import predict_batch, to_rows
 from unbroken.data.drawn_figures import find_figure, is_unclear
 from unbroken.commands.predict.files import find_files
 from unbroken.commands.predict.images import read_image
@@ -562,25 +562,9 @@ def test_what_a_file_becomes_depends_on_the_data_module(tmp_path: Path) -> None:
             setattr(data, name, value)
         return choose_preparation(Loaded(Plain(None), data, {}, {}, tmp_path))[1]
 
-    ten = [str(digit) for digit in range(10)]
-    clothes = [
-        "T-shirt",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Boot",
-    ]
-    assert "as in MNIST" in chosen(image_shape=(1, 28, 28), class_names=ten)
-    assert "scaled to 1 x 28 x 28" in chosen(image_shape=(1, 28, 28), class_names=clothes)
-    assert "scaled to 3 x 28 x 28" in chosen(image_shape=(3, 28, 28), class_names=ten)
-    assert "prepare_image" in chosen(
-        image_shape=(1, 28, 28), class_names=ten, prepare_image=lambda pixels: pixels
-    )
+    assert "scaled to 1 x 28 x 28" in chosen(image_shape=(1, 28, 28))
+    assert "scaled to 3 x 28 x 28" in chosen(image_shape=(3, 28, 28))
+    assert "prepare_image" in chosen(image_shape=(1, 28, 28), prepare_image=lambda pixels: pixels)
     assert "prepare_file" in chosen(
         prepare_image=lambda pixels: pixels, prepare_file=lambda path: path
     )
@@ -589,6 +573,27 @@ def test_what_a_file_becomes_depends_on_the_data_module(tmp_path: Path) -> None:
             UserError, match=r"Give LightningDataModule a method prepare_file\(path\)"
         ):
             chosen(**attributes)
+
+
+@pytest.mark.parametrize(("returned", "note"), [(0.5, ""), ((0.5, "blurred"), "blurred")])
+def test_a_data_module_may_note_what_it_finds_in_a_picture(
+    tmp_path: Path, returned: Any, note: str
+) -> None:
+    data = LightningDataModule()
+    data.prepare_image = lambda pixels: returned
+    Image.new("L", (4, 4)).save(tmp_path / "picture.png")
+    preparation = choose_preparation(Loaded(Plain(None), data, {}, {}, tmp_path))
+    assert preparation.prepare(tmp_path / "picture.png") == (0.5, note)
+
+
+def test_a_data_module_names_the_column_of_the_most_likely_class(tmp_path: Path) -> None:
+    data = LightningDataModule()
+    data.class_names = ["oak", "elm"]
+    loaded = Loaded(Plain(None), data, {}, {}, tmp_path)
+    answers = [(torch.tensor([[0.25, 0.75]]), 1)]
+    assert to_rows(loaded, answers)[0]["label"] == "elm"
+    data.label_name = "species"
+    assert list(to_rows(loaded, answers)[0])[0] == "species"
 
 
 def test_help_and_typing_errors_come_before_torch() -> None:

@@ -109,7 +109,9 @@ def is_object(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, type | FunctionType | nn.Module | tuple | Enum | torch.Tensor):
         return False
-    if isinstance(value, Dataset | Sampler | Trainer | Callback | contract.HasState):
+    if isinstance(value, Dataset | Sampler | Trainer | Callback):
+        return False
+    if isinstance(value, contract.HasState | contract.KeepsSums):
         return False
     if not hasattr(value, "__dict__") or is_frozen(kind):
         return False
