@@ -15,13 +15,12 @@ DOWNLOAD_TIMEOUT = 10
 def download_into(
     folder: Path, names: Iterable[str], fetch: Callable[[str], object], subfolder: str = ""
 ) -> None:
-    """Let ``fetch`` download into a folder of its own, and move these files from there.
-
-    A file that lies in ``folder`` already stays. A failed download leaves nothing behind.
+    """Let ``fetch`` download into a folder of its own, and move these files from there, and no
+    others. A failed download leaves nothing behind.
 
     Args:
         folder: Where the files belong. It is made once they are there.
-        names: The names of the files.
+        names: The names of the files, which are not there yet.
         fetch: Downloads into the folder that it is given. It prints nothing, and a connection and
             each read take at most ``DOWNLOAD_TIMEOUT`` seconds.
         subfolder: Where ``fetch`` leaves the files in that folder.
@@ -34,8 +33,7 @@ def download_into(
             fetch(scratch)
         folder.mkdir(parents=True, exist_ok=True)
         for name in names:
-            if not (folder / name).exists():
-                shutil.move(Path(scratch) / subfolder / name, folder / name)
+            shutil.move(Path(scratch) / subfolder / name, folder / name)
 
 
 def nearest_folder(path: Path) -> Path:
