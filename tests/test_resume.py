@@ -1,8 +1,9 @@
 """A run of this program that is killed ends as one that was never killed."""
 
+from unbroken.testing import assert_resumes_exactly
+
 from project.data import MNISTDataModule
 from project.model import MLP, MNISTClassifier
-from unbroken.testing import assert_resumes_exactly
 
 
 def test_a_run_can_be_killed() -> None:

@@ -25,7 +25,6 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
-
 from numerals import callbacks
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit

@@ -16,7 +16,6 @@ import yaml
 from _pytest.mark import ParameterSet
 from filelock import FileLock
 from packaging.requirements import Requirement
-
 from unbroken.commands.rename import library, swap
 from unbroken.commands.rename.clone import Clone, File
 from unbroken.commands.rename.command import check_name, rename

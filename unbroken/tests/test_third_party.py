@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-
 from tests.third_party.trial import CASES, KILLED
 
 REQUIREMENTS = Path(__file__).parent / "third_party" / "requirements.txt"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.commands import TINY, run
 from tests.planted import PLANTED, Averages, Objects, Plain, Unseeded, table
 from unbroken.testing import assert_resumes_exactly

@@ -27,7 +27,6 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-
 from unbroken.errors import UserError
 from unbroken.tensors.same_values import is_same
 from unbroken.tensors.unsized import CANNOT_BE_AVERAGED, has_lazy_layers

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-
 from unbroken.errors import UserError, nearest, require
 from unbroken.mirror.mirror import OWNER_FILE, Mirror
 from unbroken.mirror.store import is_address

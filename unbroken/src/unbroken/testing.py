@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
-
 from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.verifying.trial import SAVE_EVERY, Start, Trial
 from unbroken.verifying.verdict import judge

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from unbroken import __version__
 from unbroken.commands.rename.clone import Clone
 from unbroken.commands.rename.command import rename

@@ -18,7 +18,6 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
-
 from unbroken.cli.tracker_words import TRACKERS
 
 ROOT = Path(__file__).parents[3]

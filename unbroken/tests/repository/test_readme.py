@@ -14,10 +14,9 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numerals
 import pytest
 import torch
-
-import numerals
 from unbroken.cli.cli import configure
 from unbroken.loading import ExactLoading
 from unbroken.parts import all_parts

@@ -23,14 +23,14 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer import call
-from torch.utils._pytree import tree_leaves
-
-import tests.situations
 from tests.situations.situation import SITUATIONS, Situation
+from torch.utils._pytree import tree_leaves
 from unbroken import ExactCheckpoint
 from unbroken.parts.attributes import copied, plain_attributes
 from unbroken.parts.generators import random_state
 from unbroken.parts.rows import MetricRows
+
+import tests.situations
 
 
 class Rows(Logger):

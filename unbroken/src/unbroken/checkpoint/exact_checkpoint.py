@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DoublePrecision
-
 from unbroken import contract, lightning_internals
 from unbroken.checkpoint import other_version
 from unbroken.checkpoint.following import Best

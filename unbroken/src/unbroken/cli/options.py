@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
-
 from unbroken.cli.trackers import TrackerWords
 
 # Trainer flags, which may be typed without "trainer."

@@ -5,6 +5,7 @@ alone.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +15,16 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
-
 from unbroken import contract
 from unbroken.chosen import Chosen
 from unbroken.cli.cli import Configuration, configure, differences
+from unbroken.cli.defaults import CLASS_PATH
 from unbroken.cli.program import Program
 from unbroken.cli.typed import CommandLine
 from unbroken.errors import UserError, without_control_characters
 from unbroken.mirror.mirror import Mirror
 from unbroken.run_folder import ROOT, RunFolder, choose, find_checkpoint
-from unbroken.stopping.ranks import decided_by_rank_zero
+from unbroken.stopping.ranks import decided_by_rank_zero, say
 from unbroken.storage.checkpoint_files import CHOSEN, load_weights, read, record
 from unbroken.trust import guard as trust
 
@@ -82,6 +83,12 @@ def _resumed_configuration(
     known = record(checkpoint, to_resume=True)
     base = dict(known["config"])
     guard = _guard(program, known, base, line, checkpoint, run.folder)
+    unknown = leave_out_what_is_no_longer_taken(program, base)
+    if unknown:
+        raise UserError(
+            f"--ckpt_path {checkpoint}: {unknown}. To start a new run from its weights:"
+            f" --init_weights {checkpoint}."
+        )
     if line.sets_a_length:
         # The typed limit counts. The saved max_epochs could come first.
         base["trainer"] = {**(base.get("trainer") or {}), "max_epochs": -1}
@@ -178,6 +185,9 @@ def load(
     guard = _guard(program, run, base, CommandLine(arguments), path)
     # These are flags of another machine.
     base.pop("trainer", None)
+    unknown = leave_out_what_is_no_longer_taken(program, base)
+    if unknown:
+        say(f"{path}: {unknown}.")
     leave_out_compiling_and_downloads(base)
     config = _configured(program, "test", arguments, base, guard)
     fits = load_weights(config.module, path, late=True, again=again)
@@ -188,6 +198,30 @@ def load(
     differing = without_control_characters(differences(base, config.resolved))
     changes = [line for line in differing if line.startswith(("model", "data"))]
     return Loaded(config.module.eval(), config.datamodule, config, run, path, changes)
+
+
+def leave_out_what_is_no_longer_taken(program: Program, base: dict[str, Any]) -> str:
+    """Take those settings out of a checkpoint's configuration that the program's default classes do
+    not take, as an older version of them may have; returns what to say of them, or nothing.
+    """
+    told = []
+    for part, kind in (("model", program.model), ("data", program.data)):
+        section = base.get(part)
+        if kind is None or not isinstance(section, dict):
+            continue
+        arguments = section.get("init_args")
+        if section.get(CLASS_PATH) != program.default_classes[part] or not arguments:
+            continue
+        parameters = inspect.signature(kind).parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            continue
+        unknown = arguments.keys() - {parameter.name for parameter in parameters}
+        kept = {name: value for name, value in arguments.items() if name not in unknown}
+        base[part] = {**section, "init_args": kept}
+        told += [f"{part}.{name}" for name in sorted(unknown)]
+    if not told:
+        return ""
+    return f"an older version wrote it, whose settings {first_names(told)} are no longer taken"
 
 
 def leave_out_compiling_and_downloads(base: dict[str, Any]) -> None:

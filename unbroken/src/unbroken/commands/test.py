@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-
 from unbroken import ExactCheckpoint, contract, tables
 from unbroken.cli.cli import configure
 from unbroken.cli.read_checkpoint import Loaded, load

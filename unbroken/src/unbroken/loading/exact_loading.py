@@ -9,7 +9,6 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
-
 from unbroken import contract
 from unbroken.errors import UserError
 from unbroken.loading.batches import ExactBatches

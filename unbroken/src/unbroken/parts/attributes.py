@@ -9,7 +9,6 @@ import numpy as np
 from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor, nn
 from torchmetrics import Metric
-
 from unbroken.errors import UserError
 from unbroken.parts.owners import OF_EVERY_MODULE, is_object, owners_of
 from unbroken.parts.part import Part

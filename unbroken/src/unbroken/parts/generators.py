@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-
 from unbroken.loading.own_generators import generators_in, restore, state_of
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import users_callbacks

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from lightning.pytorch import Trainer
 from torch import Tensor, nn
-
 from unbroken.loading.own_generators import KINDS as GENERATORS
 from unbroken.parts.attributes import is_foreign_layer, not_kept_of
 from unbroken.parts.owners import LONGEST, is_object, owners_of

@@ -19,7 +19,6 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torch.utils.data import Dataset, Sampler
 from torchmetrics import Metric
-
 from unbroken import contract
 from unbroken.parts.plain_values import is_users_own
 from unbroken.parts.users_callbacks import NOT_THE_USERS, users_callbacks
@@ -110,7 +109,9 @@ def is_object(value: Any) -> bool:
     kind = type(value)
     if isinstance(value, type | FunctionType | nn.Module | tuple | Enum | torch.Tensor):
         return False
-    if isinstance(value, Dataset | Sampler | Trainer | Callback | contract.HasState):
+    if isinstance(value, Dataset | Sampler | Trainer | Callback):
+        return False
+    if isinstance(value, contract.HasState | contract.KeepsSums):
         return False
     if not hasattr(value, "__dict__") or is_frozen(kind):
         return False

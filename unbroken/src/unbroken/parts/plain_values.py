@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-
 from unbroken.errors import UserError
 from unbroken.tensors.same_values import is_same
 

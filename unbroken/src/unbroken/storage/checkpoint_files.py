@@ -20,7 +20,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-
 from unbroken.errors import UserError, without_control_characters
 from unbroken.parts.module import SPARSE, device_of, give_plain_buffers, make_buffer
 from unbroken.stopping.ranks import say

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-
 from unbroken.errors import UserError
 from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.storage.checkpoint_files import (

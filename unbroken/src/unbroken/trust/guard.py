@@ -75,7 +75,6 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
-
 from unbroken.errors import UserError, without_control_characters
 from unbroken.lightning_internals import parser_asks
 from unbroken.lightning_names import name_in_lightning

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-
 from unbroken.tensors.same_values import tensors_inside
 
 # Characters of a value that is shown.

@@ -24,7 +24,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 from torchmetrics import Metric
-
 from unbroken.lightning_internals import version_of
 from unbroken.verifying.digests import Entry, of_array, of_pickle, of_plain, of_tensor, sampled
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 from unbroken.verifying.digests import Entry, of_plain, of_tensor
 from unbroken.verifying.recorder import BEST, LOGGED, MEASURED, TEST
 

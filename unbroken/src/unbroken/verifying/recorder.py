@@ -15,7 +15,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
-
 from unbroken.verifying.digests import Entry, digest_of, of_plain, of_tensor
 from unbroken.verifying.held_values import OF_EVERY_OPTIMIZER, HeldValues
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 from lightning.pytorch import Callback
-
 from unbroken.verifying import kills
 from unbroken.verifying.kills import Kill, Killer
 from unbroken.verifying.outcome import outcome_of

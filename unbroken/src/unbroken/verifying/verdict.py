@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-
 from unbroken.tables import format_table
 from unbroken.verifying import recorder as kinds
 from unbroken.verifying.causes import (

@@ -1,14 +1,14 @@
 """Label image files of any size, format and colours, or what a predict_dataloader gives.
 
-python -m NAME.predict digit.png
+python -m NAME.predict picture.png
 python -m NAME.predict scans/ "photos/*.jpg" --output labels.csv
 python -m NAME.predict scans/ --contact_sheet prepared.png     # what the network is shown
 python -m NAME.predict --output answers.csv                    # what predict_dataloader gives
 
 The module's `predict_step` answers, and its answer becomes the columns. What turns a file into an
 input is the data module's `prepare_file(path)`, or its `prepare_image(pixels)`; without either, the
-middle of the picture is scaled. The column `note` says where a label is unsure, or where a picture
-shows more than one digit.
+middle of the picture is scaled. The column `note` says where a label is unsure, and what the data
+module has to say of a picture.
 """
 
 import argparse

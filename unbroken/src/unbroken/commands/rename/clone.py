@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-
 from unbroken.commands.rename import swap
 from unbroken.errors import UserError
 from unbroken.storage.files import write_atomically
