@@ -124,30 +124,6 @@ def test_the_root_may_be_named_as_the_folder_of_the_files_or_the_one_above(
     assert (module.data_source, len(module.splits["train"])) == ("mnist", 22)
 
 
-def test_a_download_brings_what_is_missing_and_replaces_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torchvision import datasets
-
-    class Made(MNISTDataModule):
-        folder = "Made/raw"
-        files = dict.fromkeys(MNISTDataModule.files)
-
-    def download(place: str, download: bool) -> None:
-        raw = Path(place) / "Made/raw"
-        raw.mkdir(parents=True)
-        for name in Made.files:
-            (raw / name).write_bytes(b"of the download")
-
-    monkeypatch.setattr(datasets, "MNIST", download)
-    mine = tmp_path / "Made/raw/t10k-labels-idx1-ubyte"
-    mine.parent.mkdir(parents=True)
-    mine.write_bytes(b"x")
-    Made(root=str(tmp_path), source="mnist").prepare_data()
-    assert mine.read_bytes() == b"x"
-    assert {path.name for path in mine.parent.iterdir()} == {*Made.files}
-
-
 @pytest.mark.parametrize("source", ["auto", "mnist"])
 def test_a_mistyped_root_is_an_error_that_creates_nothing(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, source: Any
