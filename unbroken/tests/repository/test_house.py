@@ -30,12 +30,13 @@ PUBLIC = {"_exit", "_replace", "_asdict", "_fields"}
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 
 
+@pytest.mark.parametrize("contracts", ["pyproject.toml", "unbroken/pyproject.toml"])
 def test_arrows_point_down_and_there_is_no_circle(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    contracts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     linter = pytest.importorskip("importlinter.cli")
-    monkeypatch.chdir(CLONE)
-    assert linter.lint_imports(no_cache=True) == 0, capsys.readouterr().out
+    monkeypatch.chdir(Path(__file__).parents[3])
+    assert linter.lint_imports(contracts, no_cache=True) == 0, capsys.readouterr().out
 
 
 def is_private(name: str) -> bool:
