@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import IO, Any
 
 import psutil
+import pytest
 import torch
 from filelock import FileLock
+from lightning.pytorch import Callback
 from torch.distributed import TCPStore
 
-from unbroken.results.facts import Summary
 from tests.fork_server import Forked, can_fork
+from unbroken.results.facts import Summary
+from unbroken.run import Job
 
 Process = subprocess.Popen[bytes] | Forked
 
@@ -186,7 +189,7 @@ def start_ranks(
 def without_decisions(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment without what a run in this process has left there for ranks of its own."""
     kept = dict(environment)
-    for name in ("PROJECT_RANK_ZERO_DECISION", "PROJECT_RANK_ZERO_PID", "PL_GLOBAL_SEED"):
+    for name in ("UNBROKEN_RANK_ZERO_DECISION", "UNBROKEN_RANK_ZERO_PID", "PL_GLOBAL_SEED"):
         kept.pop(name, None)
     return kept
 
@@ -272,6 +275,16 @@ def made_once(
     return root / "checkpoints" / name
 
 
+def add_callbacks(patch: pytest.MonkeyPatch, *callbacks: Callback) -> None:
+    """Let the runs of this process have these callbacks, behind all others."""
+    build = Job.build
+
+    def with_more(job: Job, config: Any, place: Any, extra: Any = ()) -> Any:
+        return build(job, config, place, [*extra, *callbacks])
+
+    patch.setattr(Job, "build", with_more)
+
+
 def finished_run() -> Path:
     """A small run on one process, with a report and W&B offline."""
     return made_once("small", *REPORTED, wandb="offline")
@@ -287,8 +300,6 @@ def two_rank_run() -> Path:
     # Every rank would draw its own shifts.
     flags += ["--data.shift_pixels", "0"]
     return made_once("two", *REPORTED, *flags, wandb="offline", on_two_ranks=True)
-
-
 
 
 def wait_for(text: str, log: Path, process: Process, since: int = 0, timeout: float = 120) -> bool:

@@ -306,8 +306,8 @@ def become(words: list[str], cwd: str, env: dict[str, str]) -> None:
 
 def main() -> None:
     """Import, then serve. In a child, run its command."""
-    from unbroken.machine import threads
     from unbroken.cli import start
+    from unbroken.machine import threads
 
     # It sets variables that torch reads as it is imported.
     threads.configure()

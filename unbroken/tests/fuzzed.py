@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +37,13 @@ AT_WORK = (
 MEMORY = 16 * 2**30  # address space; torch's libraries alone take several GiB of it
 MODULES = {
     "fit": "numerals.fit",
-    "test": "numerals.test",
+    "test": "unbroken.commands.test",
     "predict": "unbroken.commands.predict.command",
     "export": "unbroken.commands.export.command",
     "tune": "unbroken.commands.tune.command",
     "benchmark": "unbroken.commands.benchmark.command",
-    "devices": "numerals.devices",
-    "dashboard": "numerals.dashboard",
+    "devices": "unbroken.commands.devices",
+    "dashboard": "unbroken.commands.dashboard",
     "sweep": "unbroken.commands.sweep.command",
     "runs": "unbroken.commands.runs.command",
 }
@@ -189,7 +190,8 @@ def attempt(given: Input) -> None:
     signals.install()
     signals.state.importing = False
     began = time.monotonic()
-    code = command.exit_code(module.main, given.words)
+    run = partial(module.main, "numerals") if given.command != "fit" else module.job.main
+    code = command.exit_code(run, given.words)
     after = seen() if code == 2 else before
     changed = sorted(
         name for name in before.keys() | after.keys() if before.get(name) != after.get(name)
@@ -290,8 +292,10 @@ def main() -> None:
     for module in MODULES.values():
         with suppress(ImportError):  # an extra that is not installed
             importlib.import_module(module)
+    from numerals.fit import job
+
     with suppress(UserError):
-        configure(fit, "fit", ["--no_such_flag"])  # the parser remembers what it has looked up
+        configure(job, "fit", ["--no_such_flag"])  # the parser remembers what it has looked up
     gc.freeze()
     assert len(os.listdir("/proc/self/task")) == 1, (
         "a fork would lack the threads that imports have started"

@@ -40,8 +40,6 @@ def make_idx_files(folder: Path, train: int = 480, test: int = 203) -> None:
         write_idx(folder / f"{prefix}-labels-idx1-ubyte.gz", labels)
 
 
-
-
 def make_picture_folder(root: Path, names: list[str], train: int = 300, test: int = 101) -> None:
     """``root/train/NAME/*.png`` and ``root/test/NAME/*.png``, RGB of several sizes."""
     for seed, (split, count) in enumerate((("train", train), ("test", test))):

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unbroken.data.idx_files import IMAGES_MAGIC, LABELS_MAGIC, find_idx, read_idx
 from numerals.data.mnist import DIGITS, MNISTDataModule
+from unbroken.data.idx_files import IMAGES_MAGIC, LABELS_MAGIC, find_idx, read_idx
 
 
 def stratified(labels: Tensor, size: int) -> Tensor:

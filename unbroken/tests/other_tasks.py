@@ -709,8 +709,6 @@ class SlowClassifier(MNISTClassifier):
         super().__init__(lr=lr, **kwargs)
 
 
-
-
 class Notes(L.Callback):
     """A callback of one's own: writes ``word`` into a file at every epoch's end."""
 
@@ -788,5 +786,3 @@ class Balanced(MNISTDataModule):
             with open("labels.txt", "a") as file:
                 print(*labels.tolist(), file=file)
         return images, labels
-
-

@@ -13,11 +13,11 @@ import torch
 from PIL import Image, ImageDraw
 
 from numerals.fit import job as fit
-from unbroken.commands import test as test_command
-from unbroken.cli.read_checkpoint import load
-from unbroken.storage.checkpoint_files import read
-from unbroken.errors import UserError
 from tests.commands import assert_same_run, complete, rows, run_ranks, summary
+from unbroken.cli.read_checkpoint import load
+from unbroken.commands import test as test_command
+from unbroken.errors import UserError
+from unbroken.storage.checkpoint_files import read
 
 ROOT = Path(__file__).parents[2]
 EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}
@@ -110,7 +110,9 @@ class TaskSuite:
             with pytest.raises(UserError, match="test_step"):
                 test_command.main("numerals", words)
             return
-        assert test_command.main("numerals", [*words, "--output", str(tmp_path / "metrics.json")]) == 0
+        assert (
+            test_command.main("numerals", [*words, "--output", str(tmp_path / "metrics.json")]) == 0
+        )
         assert_same_metrics(undisturbed, tmp_path / "metrics.json")
 
 
@@ -122,7 +124,7 @@ class PictureSuite(TaskSuite):
     ) -> None:
         from unbroken.commands.predict import command as predict
 
-        data: Any = load(undisturbed / "best.ckpt").datamodule
+        data: Any = load(fit, undisturbed / "best.ckpt").datamodule
         picture = Image.new("RGB", (90, 120), "white")
         ImageDraw.Draw(picture).ellipse((30, 30, 60, 90), outline="black", width=8)
         picture.save(tmp_path / "picture.png")
@@ -131,7 +133,6 @@ class PictureSuite(TaskSuite):
         (row,) = json.loads((tmp_path / "labels.json").read_text())
         assert row.get("label", row.get("digit")) in data.class_names
         assert 1 / len(data.class_names) <= row["probability"] <= 1, row
-
 
     # Every day, test_export.py tries the same with the digits, and with any module.
     @pytest.mark.nightly
@@ -143,7 +144,6 @@ class PictureSuite(TaskSuite):
         code = export.main("numerals", ["--ckpt_path", str(undisturbed / "best.ckpt")])
         assert code in (0, None)
         assert list(undisturbed.rglob("*.onnx"))
-
 
 
 class PromiseSuite(TaskSuite):
@@ -216,8 +216,8 @@ def environment() -> dict[str, str]:
     kept = dict(os.environ)
     for name in (
         "LOCAL_RANK",
-        "PROJECT_RANK_ZERO_DECISION",
-        "PROJECT_RANK_ZERO_PID",
+        "UNBROKEN_RANK_ZERO_DECISION",
+        "UNBROKEN_RANK_ZERO_PID",
         "PL_GLOBAL_SEED",
     ):
         kept.pop(name, None)

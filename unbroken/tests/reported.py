@@ -16,9 +16,7 @@ __all__ = ["MONITORED", "of_type", "reported_run", "wandb_folders", "wandb_recor
 # What a CPU's monitors log
 MONITORED = {
     *("optimizer/lr", "optimizer/grad_norm"),
-    *(
-        f"throughput/{rate}_per_sec" for rate in ("samples", "device_samples", "batches")
-    ),
+    *(f"throughput/{rate}_per_sec" for rate in ("samples", "device_samples", "batches")),
     *("throughput/step_ms", "throughput/data_wait_pct"),
     "memory/rss_gib",
 }

@@ -19,8 +19,8 @@ def main() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
 
     from numerals.fit import job as fit
-    from unbroken.cli import start as command
     from unbroken.checkpoint import sharding
+    from unbroken.cli import start as command
 
     given = FSDP.__init__
 

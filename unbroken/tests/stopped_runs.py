@@ -5,7 +5,6 @@ on.
 from __future__ import annotations
 
 import signal
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import pytest
 from lightning.pytorch import Callback, Trainer
 
 from numerals.fit import job as fit
+from tests.commands import add_callbacks
 from unbroken.cli import start as entry
 from unbroken.stopping import signals
 
@@ -55,7 +55,7 @@ def train_until(batch: int, name: str, *flags: str, dies: bool = False) -> Path:
     expected = 1 if dies else 143
     callback = EndAfterBatch(asked_after, dies)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "build", partial(fit.build, extra=[callback]))
+        add_callbacks(patch, callback)
         try:
             assert entry.exit_code(fit.main, [*flags, "--run_name", name]) == expected
         finally:

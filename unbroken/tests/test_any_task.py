@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import signal
 from collections import defaultdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from numerals.fit import job as fit
-from unbroken.commands import test as test_command
-from unbroken.cli import start as entry
-from unbroken.cli.cli import configure
-from unbroken.cli.read_checkpoint import load, start_from
-from unbroken import ExactCheckpoint
-from unbroken.stopping import signals
-from unbroken.checkpoint.following import Best
-from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
+from tests.commands import add_callbacks, assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.odd_modules import Untested
 from tests.other_tasks import LOADERS, Composed, Plateaus, Rates, Told
 from tests.stopped_runs import RUNS, SHORT, error_of, resume, train, train_until
+from unbroken import ExactCheckpoint
+from unbroken.checkpoint.following import Best
+from unbroken.cli import start as entry
+from unbroken.cli.cli import configure
+from unbroken.cli.read_checkpoint import load, start_from
+from unbroken.commands import test as test_command
+from unbroken.run.main_job import the
+from unbroken.stopping import signals
 
 LINE = [
     "--model",
@@ -306,7 +306,7 @@ def test_a_stopped_run_of_any_module_is_bit_identical(named: list[str], place: s
     reference = train("reference", *of(*named))
     if place == "validation":
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(fit, "build", partial(fit.build, extra=[StopInValidation()]))
+            add_callbacks(patch, StopInValidation())
             assert entry.exit_code(fit.main, [*of(*named), "--run_name", "stopped"]) == 143
         signals.state.requested = 0
     else:
@@ -364,7 +364,7 @@ def test_layers_that_are_made_late_are_resumed_and_tested(where: str) -> None:
     found = yaml.safe_load(Path("m.json").read_text())
     assert found["test_loss"] == pytest.approx(summary(reference)["test_loss"])
     assert len(Path("loads.txt").read_text().splitlines()) == 1 + 2 + 1
-    used = load(reference / "best.ckpt").module
+    used = load(fit, reference / "best.ckpt").module
     weights = checkpoint(reference / "best.ckpt")["state_dict"]
     assert {*weights} == {*used.state_dict()} >= {"last.weight"}
     assert all(torch.equal(value, weights[name]) for name, value in used.state_dict().items())
@@ -424,7 +424,7 @@ def test_layers_of_setup_are_loaded_without_a_test_and_named_where_weights_alone
     None
 ):
     given = train("given", *odd("Untested", "--max_epochs", "1")) / "best.ckpt"
-    used = load(given).module.state_dict()
+    used = load(fit, given).module.state_dict()
     weights = checkpoint(given)["state_dict"]
     assert {*weights} == {*used} >= {"last.weight"}
     assert all(torch.equal(value, weights[name]) for name, value in used.items())
@@ -458,7 +458,7 @@ class NotesSharing(Callback):
         self.shares: list[bool] = []
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.shares.append(fit.the(ExactCheckpoint, trainer).loading.shares)
+        self.shares.append(the(ExactCheckpoint, trainer).loading.shares)
 
 
 @pytest.mark.parametrize(("flags", "shares"), [(["false"], False), ([], True)])
@@ -466,7 +466,7 @@ def test_a_typed_use_distributed_sampler_reaches_the_loaders(
     flags: list[str], shares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = NotesSharing()
-    monkeypatch.setattr(fit, "build", partial(fit.build, extra=[notes]))
+    add_callbacks(monkeypatch, notes)
     typed = ["--use_distributed_sampler", *flags] if flags else []
     train("r", *odd("Queue", "--max_epochs", "1", *typed))
     assert notes.shares == [shares]
@@ -540,7 +540,7 @@ def test_a_modules_own_code_finds_the_checkpoints_where_lightnings_are(own: bool
         else []
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "build", partial(fit.build, extra=[asks]))
+        add_callbacks(patch, asks)
         run = train("r", *flags)
     assert isinstance(asks.found, ModelCheckpoint) == own
     best, facts = (run / "best.ckpt").absolute(), summary(run)

@@ -18,6 +18,11 @@ from lightning.pytorch.callbacks import EMAWeightAveraging
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
+from numerals.fit import job as fit
+from numerals.model import ConvNet
+from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
+from unbroken.cli.cli import configure
+from unbroken.cli.start import exit_code
 from unbroken.commands.benchmark import in_turn, real_runs, table_devices, table_memory, timing
 from unbroken.commands.benchmark.command import TABLES, main, measure_table, read_options
 from unbroken.commands.benchmark.conditions import conditions, line_of
@@ -34,13 +39,9 @@ from unbroken.commands.benchmark.real_runs import Epoch, RunClock, run_epochs
 from unbroken.commands.benchmark.table_devices import ResNet18
 from unbroken.commands.benchmark.table_loaders import time_epoch
 from unbroken.commands.benchmark.timing import alternate, median_and_spread
-from unbroken.cli.cli import configure
-from unbroken.cli.start import exit_code
 from unbroken.data import TensorImages
-from unbroken.stopping import signals
-from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.errors import UserError
-from numerals.model import ConvNet
+from unbroken.stopping import signals
 
 SMALL = [
     "--data.source",
@@ -57,7 +58,7 @@ TINY = ["--quick", "--n", "1", *SMALL]
 
 def rows_of(table: str, folder: Path, *flags: str) -> list[dict[str, Any]]:
     """What a table's command writes to its JSON file."""
-    assert main([table, *TINY, "--output", str(folder / "out.json"), *flags]) == 0
+    assert main("numerals", [table, *TINY, "--output", str(folder / "out.json"), *flags]) == 0
     rows: list[dict[str, Any]] = json.loads((folder / "out.json").read_text())["tables"][table]
     assert all(row["n"] >= 1 for row in rows)
     return rows
@@ -99,18 +100,18 @@ def test_a_case_that_the_table_chose_itself_is_left_out_where_it_fails(
     flags = [*SMALL, "--data.batch_size", "32", "--n", "2"]
     words = ["devices", "--networks", "chosen", "--precisions", "32-true", *flags]
     failing = [1024]
-    rows = measure_table("devices", read_options(words))
+    rows = measure_table("numerals", "devices", read_options("numerals", words))
     assert [row["batch_size"] for row in rows] == [32, 64, 256]
     told = capsys.readouterr().err
     assert told.count("batch 1024 is left out: RuntimeError: CUDA out of memory") == 1
     failing = [32]
     with pytest.raises(RuntimeError, match="out of memory"):
-        measure_table("devices", read_options(words))
+        measure_table("numerals", "devices", read_options("numerals", words))
 
 
 def test_a_system_that_tells_no_load_is_not_called_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "getloadavg")
-    facts = conditions()
+    facts = conditions(Path(__file__).parent)
     assert "load_average" not in facts
     assert "quiet" not in facts
     assert "busy" not in line_of(facts)
@@ -134,6 +135,16 @@ def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
     assert not signals.state.deferring  # between two runs a signal ends the benchmark at once
     assert Image.open(tmp_path / "out.png").size[0] > 1000
+
+
+def test_a_picture_beside_the_output_replaces_its_own_and_no_other_one(workplace: Path) -> None:
+    words = ["loaders", "--output", "out.json"]
+    draw(Path("out.png"), {"devices": []}, {"devices": "samples_per_sec"}, "nothing")
+    assert read_options("numerals", words).plot == Path("out.png")
+    Path("out.png").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"out\.png was not written by this command"):
+        read_options("numerals", words)
+    assert read_options("numerals", [*words, "--plot", "out.png"]).plot == Path("out.png")
 
 
 def test_a_table_without_a_measured_value_leaves_its_panel_empty(tmp_path: Path) -> None:
@@ -167,7 +178,12 @@ def test_loaders_times_ours_against_single_samples_and_says_on_what(tmp_path: Pa
     assert "quiet" in result
     assert result["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert (tmp_path / "chart.png").exists()
-    assert main(["loaders", *TINY, "--workers", "0", "--output", str(tmp_path / "out.csv")]) == 0
+    assert (
+        main(
+            "numerals", ["loaders", *TINY, "--workers", "0", "--output", str(tmp_path / "out.csv")]
+        )
+        == 0
+    )
     with open(tmp_path / "out.csv", newline="") as file:
         row = next(csv.DictReader(file))
     for column in ("table", "loader", "n", "date", "command", "git_dirty", "ms_per_batch"):
@@ -214,11 +230,9 @@ def test_memory_measures_the_device_that_was_asked_for(
     monkeypatch.setattr(table_devices, "usable", lambda device, precisions: ["32-true"])
     monkeypatch.setattr(real_runs, "run_epochs", run_on)
     flags = [*SMALL[:2], "--accelerator", asked]
-    options = read_options(["memory", "--quick", *flags])
+    options = read_options("numerals", ["memory", "--quick", *flags])
     assert list(table_memory.measure_memory(configure(fit, "benchmark", flags), options))
     assert measured == {"cpu" if asked == "cpu" else "gpu"}
-
-
 
 
 @pytest.mark.nightly
@@ -279,7 +293,7 @@ def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
 
     alive: list[tuple[str, int]] = []
     monkeypatch.setattr(timing, "alternate", watched)
-    found = epochs_in_turn("t", [FLOOR, FULL], [*SMALL, "--model.network", "MLP"], 2)
+    found = epochs_in_turn("numerals", "t", [FLOOR, FULL], [*SMALL, "--model.network", "MLP"], 2)
     order = [
         FLOOR,
         FULL,
@@ -303,7 +317,7 @@ def test_each_loop_trains_in_a_process_of_its_own_in_turn_with_the_others(
 @pytest.mark.nightly
 def test_what_a_loop_refuses_in_its_process_is_one_line() -> None:
     with pytest.raises(UserError, match=r"^--model.lr must be above 0, got -1\.0\.$"):
-        epochs_in_turn("t", [FLOOR], [*SMALL, "--model.lr", "-1"], 1)
+        epochs_in_turn("numerals", "t", [FLOOR], [*SMALL, "--model.lr", "-1"], 1)
 
 
 @pytest.mark.nightly
@@ -316,7 +330,7 @@ def test_a_benchmark_that_is_stopped_ends_its_processes_without_a_word(
 
     monkeypatch.setattr(timing, "alternate", stopped)
     with pytest.raises(KeyboardInterrupt):
-        epochs_in_turn("t", [FULL, FLOOR], [*SMALL, "--model.network", "MLP"], 2)
+        epochs_in_turn("numerals", "t", [FULL, FLOOR], [*SMALL, "--model.network", "MLP"], 2)
     assert of_loops() == []
     assert capfd.readouterr() == ("", "")
 
@@ -389,7 +403,9 @@ def test_batches_are_copied_without_waiting_on_cuda_only(monkeypatch: pytest.Mon
 
     waits: list[tuple[str, bool]] = []
     loader = [(torch.zeros(2, 1, 4, 4), torch.zeros(2))]
-    monkeypatch.setattr("unbroken.commands.benchmark.table_loaders.synchronize", lambda device: None)
+    monkeypatch.setattr(
+        "unbroken.commands.benchmark.table_loaders.synchronize", lambda device: None
+    )
     monkeypatch.setattr(torch.Tensor, "to", copy)
     for device in ("cuda", "mps"):
         time_epoch(loader, lambda images: images, torch.device(device), 1)
@@ -432,7 +448,7 @@ def test_loops_by_hand_get_the_images_that_a_run_trains_on() -> None:
 def test_the_table_is_told_from_the_values_of_fits_flags(
     argv: list[str], table: str | None, rest: list[str]
 ) -> None:
-    options = read_options(argv)
+    options = read_options("numerals", argv)
     assert (options.table, options.fit_flags) == (table, rest)
 
 
@@ -448,10 +464,10 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(
     monkeypatch.setattr("unbroken.commands.benchmark.table_overhead.measure_overhead", measure)
     Path("mine.yaml").write_text("data: {batch_size: 32}\n")
     for flags in ([], ["--config", "mine.yaml"], ["--data.batch_size", "16"]):
-        measure_table("overhead", read_options(["overhead", *flags]))
+        measure_table("numerals", "overhead", read_options("numerals", ["overhead", *flags]))
     assert measured == [("MLP", 64, 5), ("ConvNet", 32, 5), ("MLP", 16, 5)]
     for typed in ([], ["--n", "7"]):  # a pass over all tables measures less unless told otherwise
-        measure_table("overhead", read_options(typed))
+        measure_table("numerals", "overhead", read_options("numerals", typed))
     assert [n for _, _, n in measured[3:]] == [3, 7]
 
 
@@ -503,8 +519,8 @@ class Vectors(LightningDataModule):
 def test_data_that_a_table_cannot_use_is_one_line(
     table: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def configured(argv: list[str], prog: str) -> Any:
-        config = configure(SMALL, prog)
+    def configured(program: Any, command: str, argv: list[str]) -> Any:
+        config = configure(program, command, SMALL)
         config.datamodule = Vectors()  # type: ignore[assignment]
         if table != "loaders":
             config.datamodule.batch_size = 4
@@ -512,13 +528,15 @@ def test_data_that_a_table_cannot_use_is_one_line(
 
     monkeypatch.setattr("unbroken.cli.cli.configure", configured)
     with pytest.raises(UserError, match=r"^[^\n]+$") as error:
-        measure_table(table, read_options([table]))
+        measure_table("numerals", table, read_options("numerals", [table]))
     assert said in str(error.value)
 
 
 def test_help_is_quick_and_names_every_table() -> None:
     code = "import sys\nfrom unbroken.commands.benchmark.command import main\n"
-    code += "try:\n    main(['--help'])\nfinally:\n    assert 'torch' not in sys.modules"
+    code += (
+        "try:\n    main('numerals', ['--help'])\nfinally:\n    assert 'torch' not in sys.modules"
+    )
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=os.environ
     )

@@ -20,13 +20,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 
 from numerals.fit import job as fit
-from unbroken.cli import start as entry
-from unbroken import ExactCheckpoint, run_folder
-from unbroken.storage.checkpoint_files import AtomicCheckpointIO, damage, load_weights
-from unbroken.storage.files import write_atomically
-from unbroken.run_folder import RunFolder, choose, find_checkpoint, newest_run
-from unbroken.errors import UserError
-from unbroken.loggers.metrics_csv import MetricsCSV
 from tests.commands import (
     SMALL,
     WHOLE_NETWORK,
@@ -41,6 +34,14 @@ from tests.commands import (
     wait_for,
 )
 from tests.plain_module import Regression
+from unbroken import ExactCheckpoint, run_folder
+from unbroken.cli import start as entry
+from unbroken.errors import UserError
+from unbroken.loggers.metrics_csv import MetricsCSV
+from unbroken.run_folder import RunFolder, choose, find_checkpoint, newest_run, point_latest_at
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO, damage, load_weights
+from unbroken.storage.files import write_atomically
+from unbroken.storage.run_files import RunFiles
 
 
 @pytest.fixture
@@ -441,6 +442,74 @@ def test_a_file_system_without_locks_is_said_and_written(
     assert "cannot be locked: do not start a second process of run r" in capsys.readouterr().out
     assert (tmp_path / "r" / "run-id.txt").read_text().strip() == run.run_id
     run.release()
+
+
+def test_a_second_checkpoint_that_is_set_aside_leaves_the_first_one(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    for text in ("first", "second", "third"):
+        files.best.write_text(text)
+        assert "It was set aside;" in str(files.usable_best("id"))
+    names = ["best.ckpt.set-aside", "best.ckpt.set-aside-2", "best.ckpt.set-aside-3"]
+    assert [(tmp_path / name).read_text() for name in names] == ["first", "second", "third"]
+
+
+def test_a_folder_of_the_users_is_taken_for_no_run_to_go_on_with(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path("checkpoints/mine")
+    folder.mkdir(parents=True)
+    for name in ("config.yaml", "report.html", "summary.json", "last.ckpt"):
+        (folder / name).write_text("x")
+    assert entry.exit_code(fit.main, ["--run_name", "mine", "--ckpt_path", "auto"]) == 2
+    told = capsys.readouterr().err
+    assert "checkpoints/mine is no run's folder: it holds config.yaml, and no run-id.txt" in told
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.yaml",
+        "last.ckpt",
+        "report.html",
+        "summary.json",
+    ]
+    assert {path.read_text() for path in folder.iterdir()} == {"x"}
+
+
+def test_a_checkpoint_beside_a_config_of_the_users_starts_a_new_run(copied: Path) -> None:
+    (copied / "run-id.txt").unlink()
+    chosen = choose(Path("checkpoints"), None, "checkpoints/r/last.ckpt")
+    assert chosen.folder != copied.absolute()
+    assert chosen.checkpoint == Path("checkpoints/r/last.ckpt")
+
+
+def test_what_is_half_written_goes_with_the_next_start_and_what_is_the_users_stays(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "r"
+    folder.mkdir()
+    for name in (".last.ckpt.123.part", ".thesis.part", ".thesis.two.part"):
+        (folder / name).write_text("x")
+    (folder / ".folder.1.part").mkdir()
+    run = RunFolder(folder)
+    run.create()
+    run.release()
+    names = {path.name for path in folder.glob("*.part")}
+    assert names == {".thesis.part", ".thesis.two.part", ".folder.1.part"}
+
+
+def test_what_is_called_latest_and_is_no_link_to_a_run_stays(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    latest = tmp_path / "runs/latest"
+    run = tmp_path / "runs/r"
+    run.mkdir(parents=True)
+    latest.write_text("x")
+    point_latest_at(run)
+    assert latest.read_text() == "x"
+    latest.unlink()
+    latest.symlink_to(tmp_path / "home")
+    point_latest_at(run)
+    assert latest.resolve() == tmp_path / "home"
+    latest.unlink()
+    latest.symlink_to("older")
+    point_latest_at(run)
+    assert latest.resolve() == run
 
 
 @pytest.mark.nightly

@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import json
 import socket
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from unbroken.commands import dashboard
-from unbroken.cli import start as entry
-from unbroken.loggers.panels import PANELS
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
+from unbroken.cli import start as entry
+from unbroken.commands import dashboard
+from unbroken.loggers.panels import PANELS
 
 pytest.importorskip("wandb_workspaces")
 NAMES = ["--entity", "me", "--project", "mine"]
@@ -29,7 +30,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_print_shows_the_specification_without_login_or_network(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert entry.exit_code(dashboard.main, [*NAMES, "--print"]) == 0
+    assert entry.exit_code(partial(dashboard.main, "numerals"), [*NAMES, "--print"]) == 0
     workspace = json.loads(capsys.readouterr().out)
     assert (workspace["entity"], workspace["project"]) == ("me", "mine")
     assert [section["name"] for section in workspace["sections"]] == [
@@ -52,7 +53,7 @@ def test_print_shows_the_specification_without_login_or_network(
 
 @pytest.mark.usefixtures("_no_network")
 def test_print_asks_for_no_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert entry.exit_code(dashboard.main, ["--print"]) == 0
+    assert entry.exit_code(partial(dashboard.main, "numerals"), ["--print"]) == 0
     assert json.loads(capsys.readouterr().out)["entity"] == "ENTITY"
 
 
@@ -66,7 +67,7 @@ def test_every_panel_shows_what_runs_log(capsys: pytest.CaptureFixture[str]) -> 
     only_gpu = {"optimizer/loss_scale", "throughput/gpu_utilization_pct", "throughput/mfu_pct"}
     only_gpu |= {"memory/peak_reserved_gib", "memory/peak_allocated_gib", "memory/allocated_gib"}
     only_gpu |= {"memory/peak_reserved_pct"}
-    assert entry.exit_code(dashboard.main, ["--print"]) == 0
+    assert entry.exit_code(partial(dashboard.main, "numerals"), ["--print"]) == 0
     panels = [
         panel
         for section in json.loads(capsys.readouterr().out)["sections"]
@@ -83,8 +84,6 @@ def test_every_panel_shows_what_runs_log(capsys: pytest.CaptureFixture[str]) -> 
     assert media == {"report"}
     assert media <= keys
     assert {key for key in keys if key.startswith(("train/", "val/", "optimizer/"))} <= shown
-
-
 
 
 @pytest.mark.usefixtures("_no_network")
@@ -104,7 +103,7 @@ def test_every_panel_shows_what_runs_log(capsys: pytest.CaptureFixture[str]) -> 
 def test_bad_input_is_one_line_and_exit_code_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert entry.exit_code(dashboard.main, arguments) == 2
+    assert entry.exit_code(partial(dashboard.main, "numerals"), arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(said)
 
@@ -121,7 +120,7 @@ def test_a_workspace_is_saved_and_its_address_printed(
 
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(ws.Workspace, "save", lambda self: saved.append(self) or Saved())
-    assert entry.exit_code(dashboard.main, NAMES) == 0
+    assert entry.exit_code(partial(dashboard.main, "numerals"), NAMES) == 0
     assert capsys.readouterr().out.strip() == Saved.url
     assert [workspace.entity for workspace in saved] == ["me"]
 
@@ -136,7 +135,7 @@ def test_a_refused_workspace_is_one_line(
 
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setattr(ws.Workspace, "save", refuse)
-    assert entry.exit_code(dashboard.main, NAMES) == 2
+    assert entry.exit_code(partial(dashboard.main, "numerals"), NAMES) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(
         "error: --entity me --project mine: W&B did not save the workspace (permission denied)."

@@ -17,15 +17,15 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
 
-from unbroken.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
 from numerals.data import MNISTDataModule
-from unbroken.data.augmentation import random_deformation
-from unbroken.data.idx_files import read_idx
 from numerals.data.mnist import DIGITS
-from unbroken.loading import ExactLoader
-from unbroken.errors import UserError
 from tests.made_data import make_idx_files
 from tests.make_digits import stratified, write_idx
+from unbroken.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
+from unbroken.data.augmentation import random_deformation
+from unbroken.data.idx_files import read_idx
+from unbroken.errors import UserError
+from unbroken.loading import ExactLoader
 
 
 @pytest.mark.parametrize("name", ["x-images-idx3-ubyte", "x-images-idx3-ubyte.gz"])
@@ -123,6 +123,30 @@ def test_the_root_may_be_named_as_the_folder_of_the_files_or_the_one_above(
     assert (module.data_source, len(module.splits["train"])) == ("mnist", 22)
 
 
+def test_a_download_brings_what_is_missing_and_replaces_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchvision import datasets
+
+    class Made(MNISTDataModule):
+        folder = "Made/raw"
+        files = dict.fromkeys(MNISTDataModule.files)
+
+    def download(place: str, download: bool) -> None:
+        raw = Path(place) / "Made/raw"
+        raw.mkdir(parents=True)
+        for name in Made.files:
+            (raw / name).write_bytes(b"of the download")
+
+    monkeypatch.setattr(datasets, "MNIST", download)
+    mine = tmp_path / "Made/raw/t10k-labels-idx1-ubyte"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"x")
+    Made(root=str(tmp_path), source="mnist").prepare_data()
+    assert mine.read_bytes() == b"x"
+    assert {path.name for path in mine.parent.iterdir()} == {*Made.files}
+
+
 @pytest.mark.parametrize("source", ["auto", "mnist"])
 def test_a_mistyped_root_is_an_error_that_creates_nothing(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, source: Any
@@ -139,8 +163,6 @@ def test_a_mistyped_root_is_an_error_that_creates_nothing(
     with pytest.raises(UserError, match=r"dtaa/mnist.*lacks train-images"):
         module.setup("fit")
     assert list(workplace.iterdir()) == []
-
-
 
 
 # Datasets and loaders.
@@ -529,8 +551,6 @@ def test_the_default_digits_move_by_at_most_a_pixel() -> None:
     moved, _ = training_batch(MNISTDataModule(), images, torch.zeros(400, dtype=torch.int64))
     places = {(row, column) for _, _, row, column in moved.nonzero().tolist()}
     assert places == set(itertools.product((13, 14, 15), repeat=2))
-
-
 
 
 @pytest.mark.parametrize("shift", [1.5, -1.0, 29.0, math.inf])

@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 
 from numerals.fit import job as fit
-from unbroken.commands import test as test_command
 from numerals.model import MNISTClassifier
 from tests.commands import (
     CONVNET,
@@ -27,6 +26,7 @@ from tests.commands import (
     summary,
     two_rank_run,
 )
+from unbroken.commands import test as test_command
 
 
 def test_two_ranks_train_what_one_trains_in_one_folder(workplace: Path) -> None:
@@ -148,7 +148,12 @@ def test_evaluation_does_not_depend_on_batch_size_or_workers(
         ["--data.eval_batch_size", "1999"],
         ["--data.eval_batch_size", "64", "--data.num_workers", "2"],
     ):
-        assert test_command.main("numerals", ["--ckpt_path", str(trained), "--output", "m.json", *options]) == 0
+        assert (
+            test_command.main(
+                "numerals", ["--ckpt_path", str(trained), "--output", "m.json", *options]
+            )
+            == 0
+        )
         figures.append(json.loads(Path("m.json").read_text()))
     assert len({figure["test/accuracy"] for figure in figures}) == 1
     assert [f["test/loss"] for f in figures] == pytest.approx(
@@ -168,7 +173,12 @@ def test_the_test_command_uses_no_tf32_as_the_final_test_of_a_run_does_not(
     workplace: Path, trained: Path
 ) -> None:
     words = ["--ckpt_path", str(trained), "--matmul_precision", "high", "--data.test_samples", "10"]
-    assert test_command.main("numerals", [*words, "--trainer.callbacks", "tests.test_ddp.WriteSwitches"]) == 0
+    assert (
+        test_command.main(
+            "numerals", [*words, "--trainer.callbacks", "tests.test_ddp.WriteSwitches"]
+        )
+        == 0
+    )
     assert json.loads(Path("switches.json").read_text()) == ["ieee", "ieee"]
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = True

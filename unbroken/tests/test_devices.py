@@ -4,6 +4,7 @@ import json
 import os
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from unbroken.commands import devices
-from unbroken.machine import hardware
-from unbroken.cli import start as entry
 from numerals.data import MNISTDataModule
-from unbroken.commands.devices import recommend
+from numerals.fit import job as fit
 from tests.commands import complete, run
+from unbroken.cli import start as entry
+from unbroken.commands import devices
+from unbroken.commands.devices import recommend
+from unbroken.machine import hardware
 
 CPU = {"name": "x", "cores": 8, "cores_of_machine": 8, "bf16": False, "amx": False}
 
@@ -252,12 +254,12 @@ def test_a_containers_memory_limit_is_what_counts(tmp_path: Path) -> None:
 def test_mnist_is_found_plain_or_zipped_or_said_to_be_incomplete(tmp_path: Path) -> None:
     folder = tmp_path / "MNIST" / "raw"
     folder.mkdir(parents=True)
-    assert "fit downloads it" in devices.mnist_state(tmp_path)["text"]
+    assert "fit downloads it" in devices.state_of_files(fit, str(tmp_path))["text"]
     for index, name in enumerate(MNISTDataModule.files):
-        assert not devices.mnist_state(tmp_path)["found"]
+        assert not devices.state_of_files(fit, str(tmp_path))["found"]
         (folder / (name + (".gz" if index % 2 else ""))).touch()
-        assert index == 3 or "incomplete" in devices.mnist_state(tmp_path)["text"]
-    assert devices.mnist_state(tmp_path)["found"]
+        assert index == 3 or "incomplete" in devices.state_of_files(fit, str(tmp_path))["text"]
+    assert devices.state_of_files(fit, str(tmp_path))["found"]
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ def test_mnist_is_found_plain_or_zipped_or_said_to_be_incomplete(tmp_path: Path)
 def test_bad_input_is_one_line_and_exit_code_2(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert entry.exit_code(devices.main, words) == 2
+    assert entry.exit_code(partial(devices.main, "numerals"), words) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -278,7 +280,12 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 @pytest.mark.gpu
 def test_devices_on_a_gpu_tells_what_it_can_do(tmp_path: Path) -> None:
-    assert entry.exit_code(devices.main, ["--output", str(tmp_path / "devices.json")]) == 0
+    assert (
+        entry.exit_code(
+            partial(devices.main, "numerals"), ["--output", str(tmp_path / "devices.json")]
+        )
+        == 0
+    )
     facts = json.loads((tmp_path / "devices.json").read_text())
     row = facts["accelerators"][0]
     assert row["name"] == torch.cuda.get_device_name(0)

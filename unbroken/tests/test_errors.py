@@ -8,6 +8,7 @@ import gzip
 import os
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import pytest
 import torch
 
 from numerals.fit import job as fit
-from unbroken.commands import test as test_command
+from tests.commands import SMALL, checkpoint, finished_run, summary
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure
 from unbroken.cli.explain import explain
 from unbroken.cli.read_checkpoint import load
 from unbroken.cli.refusals import refusals_as_errors
-from tests.commands import SMALL, checkpoint, finished_run, summary
+from unbroken.commands import test as test_command
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> str:  # type: ignore[no-untyped-def]
@@ -118,7 +119,7 @@ def test_a_wrong_flag_is_told_in_one_line(
 def test_an_empty_output_of_test_is_told_before_any_work(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    line = error_of(capsys, "--output", "", main=test_command.main)
+    line = error_of(capsys, "--output", "", main=partial(test_command.main, "numerals"))
     assert line.startswith("error: --output must be a file, got the folder")
 
 
@@ -135,8 +136,7 @@ def test_a_file_of_another_lightningcli_is_taken_or_told_where_its_optimizer_goe
     Path("theirs.yaml").write_text("seed_everything: true\ntrainer: {max_epochs: 3}\n")
     assert configure(fit, "fit", ["--config", "theirs.yaml"]).resolved["seed_everything"] == 0
     assert (
-        configure(fit, "fit", ["--seed_everything", "false"]).resolved["seed_everything"]
-        is False
+        configure(fit, "fit", ["--seed_everything", "false"]).resolved["seed_everything"] is False
     )
 
 
@@ -191,7 +191,8 @@ def test_a_resume_from_a_changed_optimizer_is_refused_before_anything_is_written
 
 
 @pytest.mark.parametrize(
-    "main", [fit.main, test_command.main, lambda argv: bool(load(Path(argv[1])))]
+    "main",
+    [fit.main, partial(test_command.main, "numerals"), lambda argv: bool(load(fit, Path(argv[1])))],
 )
 def test_weights_that_the_network_lacks_are_told_in_one_line(
     workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, main: Any
@@ -202,7 +203,7 @@ def test_weights_that_the_network_lacks_are_told_in_one_line(
     assert "network.gone" in error_of(capsys, "--ckpt_path", "more.ckpt", main=main)
 
 
-@pytest.mark.parametrize("main", [fit.main, test_command.main])
+@pytest.mark.parametrize("main", [fit.main, partial(test_command.main, "numerals")])
 @pytest.mark.parametrize(
     "size", [["num_classes", "3"], ["hidden", "[8]"], ["image_shape", "[1,14,14]"]]
 )
@@ -230,7 +231,9 @@ def test_loops_that_a_test_cannot_restore_are_told_in_one_line(
     workplace: Path, capsys: pytest.CaptureFixture[str], finished: Path, loops: dict[str, Any]
 ) -> None:
     torch.save(checkpoint(finished / "best.ckpt") | {"loops": loops}, "changed.ckpt")
-    told = error_of(capsys, "--ckpt_path", "changed.ckpt", main=test_command.main)
+    told = error_of(
+        capsys, "--ckpt_path", "changed.ckpt", main=partial(test_command.main, "numerals")
+    )
     assert "--ckpt_path changed.ckpt cannot be tested: it holds something else" in told
 
 
@@ -338,7 +341,9 @@ def test_a_share_of_the_test_set_that_is_less_than_a_batch_loses_no_run_and_is_t
     )
     assert "test/accuracy" not in summary(Path("checkpoints/r"))
     path = ["--ckpt_path", str(finished / "best.ckpt")]
-    assert "limit_test_batches" in error_of(capsys, *path, *share, main=test_command.main)
+    assert "limit_test_batches" in error_of(
+        capsys, *path, *share, main=partial(test_command.main, "numerals")
+    )
 
 
 @pytest.fixture
@@ -404,7 +409,7 @@ class Payload:
         return os.mkdir, ("payload-ran",)
 
 
-@pytest.mark.parametrize("main", [fit.main, test_command.main])
+@pytest.mark.parametrize("main", [fit.main, partial(test_command.main, "numerals")])
 def test_a_pickled_payload_is_refused_unexecuted(
     workplace: Path,
     capsys: pytest.CaptureFixture[str],
@@ -421,7 +426,7 @@ def test_a_pickled_payload_is_refused_unexecuted(
     assert not Path("payload-ran").exists()
 
 
-@pytest.mark.parametrize("main", [fit.main, test_command.main])
+@pytest.mark.parametrize("main", [fit.main, partial(test_command.main, "numerals")])
 def test_damaged_and_foreign_checkpoints_are_refused(
     workplace: Path, capsys: pytest.CaptureFixture[str], main, finished: Path
 ) -> None:  # type: ignore[no-untyped-def]

@@ -9,12 +9,13 @@ import pytest
 from lightning.pytorch import Callback
 from torch.distributed.run import parse_args
 
+from numerals.fit import job as fit
+from tests.typed_settings import Typed
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure
 from unbroken.cli.explain import explain, with_choices
 from unbroken.cli.typed import CommandLine
 from unbroken.errors import UserError
-from tests.typed_settings import Typed
 
 CLASSES = ["--model.class_path", "tests.typed_settings.Typed"]
 CLASSES += ["--data.class_path", "tests.typed_settings.Numbers"]
@@ -123,8 +124,6 @@ def test_what_a_class_inside_another_refuses_is_told() -> None:
     with pytest.raises(UserError) as error:
         configure(fit, "test", ["--data.source", "sample"], base)
     assert str(error.value) == "activation should be relu/gelu, not torch.nn.functional.relu"
-
-
 
 
 @pytest.mark.parametrize("text", ["{a: b}", "a: b", "[1, 2]"])

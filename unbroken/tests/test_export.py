@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +20,20 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from numerals.data import MNISTDataModule
+from numerals.fit import job as fit
+from numerals.model import MLP, ConvNet, MNISTClassifier
+from tests.trained import trained_checkpoint
 from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
-from numerals.data import MNISTDataModule
-from unbroken.errors import UserError
 from unbroken.commands.export import command as export
 from unbroken.commands.export.compare import compare
 from unbroken.commands.export.forward import answer
 from unbroken.commands.export.samples import Samples, find_samples
 from unbroken.commands.export.trace import trace
 from unbroken.commands.export.write import write_files, write_weights
-from numerals.model import MLP, ConvNet, MNISTClassifier
-from tests.trained import trained_checkpoint
+from unbroken.errors import UserError
+from unbroken.tables import refuse_file_of_others
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of a run's best.ckpt and what `export` wrote beside it."""
     folder = tmp_path_factory.mktemp("run")
     shutil.copy(trained_checkpoint(), folder / "best.ckpt")
-    assert entry.exit_code(export.main, ["--ckpt_path", str(folder / "best.ckpt")]) == 0
+    assert (
+        entry.exit_code(
+            partial(export.main, "numerals"), ["--ckpt_path", str(folder / "best.ckpt")]
+        )
+        == 0
+    )
     assert sorted(os.listdir(folder)) == [
         "best.ckpt",
         "model.onnx",
@@ -50,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def loaded(folder: Path) -> Loaded:
-    loaded = load(folder / "best.ckpt", ["--data.source", "sample"])
+    loaded = load(fit, folder / "best.ckpt", ["--data.source", "sample"])
     loaded.datamodule.setup("test")
     return loaded
 
@@ -521,12 +529,30 @@ def test_weights_alone_need_neither_a_trace_nor_a_test_set(
     flags = ["--output_dir", str(tmp_path / "out"), "--formats", "safetensors"]
     table = ["--output", str(tmp_path / "table.json")]
     words = ["--ckpt_path", str(trained_checkpoint()), *flags, *table]
-    assert entry.exit_code(export.main, words) == 0
+    assert entry.exit_code(partial(export.main, "numerals"), words) == 0
     assert os.listdir(tmp_path / "out") == ["model.safetensors"]
     (row,) = json.loads((tmp_path / "table.json").read_text())
     assert row["agrees"] is True
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata()["run_name"] == "trained"
+
+
+def test_a_file_that_no_export_has_written_is_not_replaced_and_an_older_export_is(
+    folder: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in export.FILES.values():
+        refuse_file_of_others(folder / name, export.MARK, "--output_dir")
+    theirs = workplace / "out/model.safetensors"
+    theirs.parent.mkdir()
+    theirs.write_text("x")
+    words = ["--ckpt_path", str(trained_checkpoint()), "--output_dir", "out"]
+    for formats in (["--formats", "safetensors"], []):
+        assert entry.exit_code(partial(export.main, "numerals"), [*words, *formats]) == 2
+        told = capsys.readouterr().err
+        assert "out/model.safetensors was not written by this command" in told
+        assert told.count("\n") == 1
+    assert theirs.read_text() == "x"
+    assert os.listdir("out") == ["model.safetensors"]
 
 
 class NoForward(LightningModule):
@@ -574,7 +600,7 @@ def test_an_export_that_disagrees_is_an_error_and_leaves_no_file(
     assert exported is not None
     monkeypatch.setattr(Samples, "exported", property(lambda self: (exported(self)[0] + 0.01,)))
     flags = ["--ckpt_path", str(trained_checkpoint()), "--output_dir", str(tmp_path / "out")]
-    assert entry.exit_code(export.main, flags) == 1
+    assert entry.exit_code(partial(export.main, "numerals"), flags) == 1
     assert os.listdir(tmp_path / "out") == []
     assert re.search("onnx .* no ", capsys.readouterr().out)
 
@@ -613,7 +639,12 @@ def test_without_the_training_data_an_export_is_checked_on_random_images(
         "--data.source",
         "mnist",
     ]
-    assert entry.exit_code(export.main, ["--ckpt_path", str(trained_checkpoint()), *flags]) == 0
+    assert (
+        entry.exit_code(
+            partial(export.main, "numerals"), ["--ckpt_path", str(trained_checkpoint()), *flags]
+        )
+        == 0
+    )
     assert "on 1,000 samples (random images; no test set" in capsys.readouterr().out
     metadata = onnx.load(tmp_path / "out" / "model.onnx").metadata_props
     assert not any(prop.key == "test/accuracy" for prop in metadata)
@@ -625,7 +656,9 @@ def test_without_the_training_data_an_export_is_checked_on_random_images(
 def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_are_named(
     typed: list[str], source: str, tmp_path: Path, mnist_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = load(trained_checkpoint(), ["--data.source", "auto", "--data.root", str(mnist_root)])
+    loaded = load(
+        fit, trained_checkpoint(), ["--data.source", "auto", "--data.root", str(mnist_root)]
+    )
     seen: list[str] = []
 
     def noted(loaded: Loaded) -> Any:
@@ -637,7 +670,8 @@ def test_a_run_that_found_the_bundled_digits_is_checked_on_them_unless_others_ar
     words = [word for name in typed for word in (name, str(mnist_root))]
     assert (
         entry.exit_code(
-            export.main, ["--ckpt_path", str(loaded.path), "--output_dir", str(tmp_path), *words]
+            partial(export.main, "numerals"),
+            ["--ckpt_path", str(loaded.path), "--output_dir", str(tmp_path), *words],
         )
         == 2
     )
@@ -670,7 +704,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     (tmp_path / "file").touch()
     words = [str(tmp_path / "file") if word == "FILE" else word for word in words]
     checkpoint = [] if "--ckpt_path" in words else ["--ckpt_path", str(trained_checkpoint())]
-    assert entry.exit_code(export.main, [*words, *checkpoint]) == 2
+    assert entry.exit_code(partial(export.main, "numerals"), [*words, *checkpoint]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -682,8 +716,9 @@ def test_a_folder_whose_name_is_not_utf8_is_refused_before_anything_is_made(
     workplace: Path,
 ) -> None:
     with pytest.raises(UserError, match=r"--output_dir must be a folder .*its name is not UTF-8"):
-        export.main("numerals", 
-            ["--ckpt_path", str(trained_checkpoint()), "--output_dir", os.fsdecode(b"new\xff")]
+        export.main(
+            "numerals",
+            ["--ckpt_path", str(trained_checkpoint()), "--output_dir", os.fsdecode(b"new\xff")],
         )
     assert not os.listdir()
 

@@ -27,17 +27,9 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from numerals import callbacks
-from numerals.fit import job as fit
-from unbroken.commands import test as test_command
-from unbroken.cli import start as entry
-from unbroken.cli.cli import configure, differences
-from unbroken.cli.read_checkpoint import load
 from numerals.data import MNISTDataModule
-from unbroken.run_folder import choose
-from unbroken.run.main_job import next_commands
+from numerals.fit import job as fit
 from numerals.model import MLP, MNISTClassifier
-from unbroken.run.progress import EpochLines, closing_lines, stopped_lines
-from unbroken.results.run_result import RunResult
 from tests.commands import (
     REPORTED,
     SMALL,
@@ -51,6 +43,14 @@ from tests.commands import (
     summary,
 )
 from tests.trained import trained_checkpoint
+from unbroken.cli import start as entry
+from unbroken.cli.cli import configure, differences
+from unbroken.cli.read_checkpoint import load
+from unbroken.commands import test as test_command
+from unbroken.results.run_result import RunResult
+from unbroken.run.main_job import next_commands
+from unbroken.run.progress import EpochLines, closing_lines, stopped_lines
+from unbroken.run_folder import choose
 
 FILES = ["best.ckpt", "last.ckpt", "config.yaml", "metrics.csv", "summary.json"]
 FILES += ["report.html"]
@@ -70,6 +70,8 @@ PROMISED = [
     "memory/peak_rss_gib",
     *("git_commit", "versions", "command"),
 ]
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +143,7 @@ def test_best_and_last_load_as_data_and_the_best_is_by_validation_accuracy(finis
 def test_a_bf16_run_predicts_in_float32_what_it_predicted_when_it_was_tested(
     finished: Path,
 ) -> None:
-    loaded = load(finished / "best.ckpt")
+    loaded = load(fit, finished / "best.ckpt")
     loaded.datamodule.setup("test")
     test_set = loaded.datamodule.splits["test"]
     with torch.no_grad():
@@ -170,7 +172,9 @@ def test_a_checkpoint_that_lightning_loads_standardizes_images_itself_or_fails_l
         finished / "best.ckpt", network=MLP(), weights_only=True
     ).eval()
     images = torch.randint(256, (20, 1, 28, 28), dtype=torch.uint8)
-    torch.testing.assert_close(module(images / 255), load(finished / "best.ckpt").module(images))
+    torch.testing.assert_close(
+        module(images / 255), load(fit, finished / "best.ckpt").module(images)
+    )
 
 
 def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
@@ -180,9 +184,12 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
         (folder / name).touch()
     facts = facts_of_a_short_run("my run")
     commands = next_commands(configure(fit, "fit", []))
-    assert commands[0] == "test"
-    assert commands[1:] == ["predict IMAGE.png"]
-    lines = [*closing_lines(facts, folder, *commands).splitlines(), *stopped_lines(folder, 5, 5)]
+    assert commands[0] == "python -m numerals.test"
+    assert commands[1:] == ["python -m numerals.predict IMAGE.png"]
+    lines = [
+        *closing_lines(facts, folder, *commands).splitlines(),
+        *stopped_lines("python -m numerals.fit", folder, 5, 5),
+    ]
     commands = [shlex.split(line) for line in lines if line.startswith("  python")]
     assert len(commands) >= 2
     assert all({"my run", "checkpoints/my run/best.ckpt"} & {*words} for words in commands)
@@ -191,7 +198,7 @@ def test_printed_commands_take_a_name_with_a_space(workplace: Path) -> None:
 def test_a_small_loss_keeps_its_digits_in_the_lines_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = EpochLines()
+    lines = EpochLines("fit")
     trainer: Any = SimpleNamespace(
         is_global_zero=True,
         current_epoch=1,
@@ -214,7 +221,7 @@ def test_a_resumed_run_that_is_stopped_before_it_has_read_its_checkpoint_says_ho
     tmp_path: Path,
 ) -> None:
     (tmp_path / "last.ckpt").touch()
-    told = stopped_lines(tmp_path, 0, None)
+    told = stopped_lines("python -m numerals.fit", tmp_path, 0, None)
     assert "last.ckpt. To go on:" in told[0]
     assert "--ckpt_path auto" in told[1]
 
@@ -294,7 +301,7 @@ def test_a_checkpoint_that_is_only_used_compiles_and_downloads_nothing(
     network = {"class_path": "tests.other_tasks.Pretrained", "init_args": {"weights": "DEFAULT"}}
     contents["run"]["config"]["model"]["init_args"] |= {"compile": True, "network": network}
     torch.save(contents, tmp_path / "best.ckpt")
-    loaded = load(tmp_path / "best.ckpt", ["--allow_imports", "tests"])
+    loaded = load(fit, tmp_path / "best.ckpt", ["--allow_imports", "tests"])
     assert type(loaded.module.network).__name__ == "Pretrained"
     assert loaded.config.resolved["model"]["init_args"]["compile"] is False
 
@@ -338,7 +345,10 @@ def test_a_test_says_which_typed_settings_beat_the_checkpoints(
         "7": [f"testing {path} with data.eval_batch_size: 1000 → 7"],
         "1000": [],
     }.items():
-        assert test_command.main("numerals", ["--ckpt_path", path, "--data.eval_batch_size", typed]) == 0
+        assert (
+            test_command.main("numerals", ["--ckpt_path", path, "--data.eval_batch_size", typed])
+            == 0
+        )
         assert [
             line for line in capsys.readouterr().out.splitlines() if line.startswith("testing")
         ] == said
@@ -619,7 +629,7 @@ def test_the_configs_to_debug_and_to_stop_early_do_what_they_say(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     debug, early, best = (
-        ["--config", str(Path(fit.__file__).parents[1] / "configs" / f"{name}.yaml")]
+        ["--config", str(ROOT / "configs" / f"{name}.yaml")]
         for name in ("debug", "early_stopping", "best")
     )
     assert fit.main([*SMALL, *debug, "--run_name", "d"]) == 0
@@ -692,7 +702,7 @@ def test_callbacks_of_yours_that_are_always_on_take_part_in_a_run(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert callbacks.always_on() == []
-    monkeypatch.setattr(fit, "always_on", lambda: [FailsAtTheEnd(), Counts()])
+    monkeypatch.setattr("numerals.fit.always_on", lambda: [FailsAtTheEnd(), Counts()])
     with pytest.warns(UserWarning, match=r"FailsAtTheEnd could not .* \(OSError: no room\)"):
         assert fit.main([*SMALL, "--max_epochs", "1", "--run_name", "r"]) == 0
     facts = summary(Path("checkpoints/r"))

@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
+from tests.monitored import Linear, Points, make_trainer
 from unbroken.monitors.memory import ACTIVATIONS, GIB, MemoryMonitor
 from unbroken.monitors.memory_snapshot import MemorySnapshot
 from unbroken.monitors.optimizer import OptimizerMonitor
-from unbroken.monitors.throughput import ThroughputMonitor
 from unbroken.monitors.profiler import StepProfiler
-from tests.monitored import Linear, Points, make_trainer
+from unbroken.monitors.throughput import ThroughputMonitor
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,8 +53,6 @@ def test_mfu_and_utilization_are_within_what_a_gpu_can_do(tmp_path):
     )
     assert any("gpu_utilization_pct" in row for _, row in rows.of("throughput"))
     assert monitor.advice(trainer)
-
-
 
 
 def test_memory_agrees_with_pytorchs_own_counters(tmp_path):
@@ -104,8 +102,6 @@ def test_a_snapshot_loads_and_holds_this_runs_allocations(tmp_path):
     assert any(entry["action"] == "alloc" for trace in snapshot["device_traces"] for entry in trace)
 
 
-
-
 def test_the_loss_scale_is_logged_under_16_mixed(tmp_path):
     class Slow(Wide):  # at Linear's learning rate the activations overflow 16 bits
         def configure_optimizers(self):
@@ -120,8 +116,6 @@ def test_the_loss_scale_is_logged_under_16_mixed(tmp_path):
     assert 0 < row["grad_norm"] < float("inf")
 
 
-
-
 def test_a_profile_has_the_kernels_of_every_region(tmp_path):
     trainer, _ = gpu_trainer(tmp_path, profiler=StepProfiler(wait=2, warmup=1, active=3))
     trainer.fit(Wide(), Points(1024 * 10, 1024).loader())
@@ -129,5 +123,3 @@ def test_a_profile_has_the_kernels_of_every_region(tmp_path):
     device_ms = {line.split()[0]: float(line.split()[2]) for line in lines[2:7]}
     assert all(device_ms[name] > 0 for name in ("forward", "backward", "optimizer"))
     assert device_ms["backward"] > device_ms["forward"]  # two products for each of the forward pass
-
-

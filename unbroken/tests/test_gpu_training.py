@@ -15,12 +15,12 @@ from lightning.pytorch import Callback
 from torch.profiler import ProfilerActivity, profile
 
 from numerals.fit import job as fit
-from unbroken.commands import test as test_command
-from unbroken.commands.benchmark.command import main as benchmark
-from unbroken.cli.read_checkpoint import load
-from unbroken.run.final_test import float32_products
 from tests.commands import CONVNET, SMALL, assert_same_run, summary
 from tests.monitored import Linear, Points, make_trainer
+from unbroken.cli.read_checkpoint import load
+from unbroken.commands import test as test_command
+from unbroken.commands.benchmark.command import main as benchmark
+from unbroken.run.final_test import float32_products
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,8 +81,9 @@ def test_a_checkpoint_predicts_the_same_on_a_cpu(workplace: Path, precision: str
     figures: list[dict[str, Any]] = []
     for accelerator in ("gpu", "cpu"):
         assert (
-            test_command.main("numerals", 
-                ["--ckpt_path", best, "--accelerator", accelerator, "--output", "m.json"]
+            test_command.main(
+                "numerals",
+                ["--ckpt_path", best, "--accelerator", accelerator, "--output", "m.json"],
             )
             == 0
         )
@@ -92,7 +93,7 @@ def test_a_checkpoint_predicts_the_same_on_a_cpu(workplace: Path, precision: str
         == figures[1]["test/accuracy"]
         == summary(Path("checkpoints/r"))["test/accuracy"]
     )
-    loaded = load(Path(best))
+    loaded = load(fit, Path(best))
     loaded.datamodule.setup("test")
     images = loaded.datamodule.normalize(loaded.datamodule.splits["test"][list(range(200))][0])
     with torch.no_grad(), float32_products():
@@ -205,7 +206,10 @@ def test_fsdp_on_one_gpu_trains_resumes_and_tests_on_a_cpu(
     assert resumed.returncode == 0, resumed.stderr
     assert summary(Path("checkpoints/r"))["test/accuracy"] > 0.5
     assert (
-        test_command.main("numerals", ["--ckpt_path", "checkpoints/r/best.ckpt", "--accelerator", "cpu"]) == 0
+        test_command.main(
+            "numerals", ["--ckpt_path", "checkpoints/r/best.ckpt", "--accelerator", "cpu"]
+        )
+        == 0
     )
 
 

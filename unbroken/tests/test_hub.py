@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,15 +17,16 @@ import yaml
 from lightning.pytorch import LightningModule
 from torch import nn
 
+from numerals.data import MNISTDataModule
+from numerals.fit import job as fit
+from tests.commands import complete, summary
+from tests.trained import trained_checkpoint
 from unbroken.cli import start as entry
 from unbroken.cli.cli import Configuration
 from unbroken.cli.read_checkpoint import Loaded, load
-from numerals.data import MNISTDataModule
-from unbroken.errors import UserError
 from unbroken.commands.export import command as export
-from unbroken.commands.export.hub import CARD, FILES, card, plain, write_hub
-from tests.commands import complete, summary
-from tests.trained import trained_checkpoint
+from unbroken.commands.export.hub import CARD, FILES, card, check_hub, plain, write_hub
+from unbroken.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +35,7 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hub") / "digits"
     words = ["--ckpt_path", str(trained_checkpoint()), "--hub", str(folder)]
     for _ in range(2):  # a folder of its own is written anew
-        assert entry.exit_code(export.main, words) == 0
+        assert entry.exit_code(partial(export.main, "numerals"), words) == 0
     assert sorted(os.listdir(folder)) == sorted(FILES)
     return folder
 
@@ -58,7 +60,7 @@ def test_the_folder_loads_without_our_commands_and_predicts_the_same(
     done = complete(words, cwd=hub)
     assert done.returncode == 0, done.stderr
     images = torch.rand(20, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    expected = load(trained_checkpoint()).module(images)
+    expected = load(fit, trained_checkpoint()).module(images)
     assert torch.equal(torch.load(tmp_path / "logits.pt"), expected)
 
 
@@ -121,7 +123,7 @@ def test_any_module_has_a_card_and_a_name_is_no_markup(tmp_path: Path) -> None:
     text = card(loaded)
     assert f"# {plain('a|b `c` <i>')}" in text
     assert "<i>" not in text.split("---\n", 2)[2]
-    assert front_matter(text)["library_name"] == "project"
+    assert front_matter(text)["library_name"] == "unbroken"
     assert json.loads((tmp_path / "config.json").read_text())["model"]["class_path"]
 
 
@@ -145,7 +147,7 @@ def test_results_of_an_earlier_end_are_not_those_of_a_later_best_checkpoint(tmp_
     run = trained_checkpoint().parent
     shutil.copy(run / "best.ckpt", tmp_path)
     facts = summary(run) | {"test_loss": 0.5}
-    loaded = load(tmp_path / "best.ckpt")
+    loaded = load(fit, tmp_path / "best.ckpt")
     step = loaded.run["global_step"]
     for steps, is_there in ((step, True), (step - 1, False)):
         (tmp_path / "summary.json").write_text(json.dumps(facts | {"steps": steps}))
@@ -153,6 +155,19 @@ def test_results_of_an_earlier_end_are_not_those_of_a_later_best_checkpoint(tmp_
         assert (f"| test/accuracy | {facts['test/accuracy']:.4f} |" in text) == is_there
         assert ("| test\\_loss | 0.5000 |" in text) == is_there
         assert ("name: test_loss\n" in text) == is_there
+
+
+def test_weights_without_this_commands_card_are_not_replaced_and_its_own_are(
+    hub: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = workplace / "mine/model.safetensors"
+    weights.parent.mkdir()
+    weights.write_text("mine")
+    checkpoint = ["--ckpt_path", str(trained_checkpoint())]
+    assert entry.exit_code(partial(export.main, "numerals"), ["--hub", "mine", *checkpoint]) == 2
+    assert "which holds model.safetensors." in capsys.readouterr().err
+    assert weights.read_text() == "mine"
+    assert check_hub(str(hub)) == hub
 
 
 def test_a_module_that_cannot_be_made_again_is_told_and_leaves_no_file(tmp_path: Path) -> None:
@@ -182,7 +197,7 @@ def test_bad_input_is_one_line_and_leaves_what_is_there(
     mine.parent.mkdir()
     mine.write_text("mine")
     checkpoint = ["--ckpt_path", str(trained_checkpoint())]
-    assert entry.exit_code(export.main, [*words, *checkpoint]) == 2
+    assert entry.exit_code(partial(export.main, "numerals"), [*words, *checkpoint]) == 2
     told = capsys.readouterr().err
     assert message in told
     assert told.count("\n") == 1

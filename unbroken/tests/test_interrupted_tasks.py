@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import random
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,16 @@ from torch.utils.data import (
 )
 
 from numerals.fit import job as fit
-from unbroken.cli import start as entry
-from unbroken import run_folder
-from unbroken.stopping import signals
-from unbroken.checkpoint.following import Best
-from unbroken.loading import ExactLoading
-from unbroken.run_folder import RunFolder as Run
-from unbroken.commands.test import main
-from tests.commands import assert_same_run, checkpoint, rows, run_ranks, summary
+from tests.commands import add_callbacks, assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.other_tasks import Noisy, table
 from tests.stopped_runs import SHORT, end_run, error_of, resume, train
+from unbroken import run_folder
+from unbroken.checkpoint.following import Best
+from unbroken.cli import start as entry
+from unbroken.commands.test import main
+from unbroken.loading import ExactLoading
+from unbroken.run_folder import RunFolder as Run
+from unbroken.stopping import signals
 
 HERE = "tests.test_interrupted_tasks"  # as a run imports it
 
@@ -409,7 +408,7 @@ class Interrupts(Callback):
 def interrupted(name: str, hook: str, number: int, dies: bool, *flags: str) -> None:
     """A run that ends at a hook."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "build", partial(fit.build, extra=[Interrupts(hook, number, dies)]))
+        add_callbacks(patch, Interrupts(hook, number, dies))
         try:
             assert entry.exit_code(fit.main, [*flags, "--run_name", name]) == (1 if dies else 143)
         finally:
@@ -772,6 +771,7 @@ def test_a_run_in_double_precision_is_tested_in_it() -> None:
     run = train("r", *of("Doubles", "--precision", "64-true"))
     assert (
         main(
+            "numerals",
             [
                 "--ckpt_path",
                 str(run / "best.ckpt"),
@@ -779,7 +779,7 @@ def test_a_run_in_double_precision_is_tested_in_it() -> None:
                 "cpu",
                 "--output",
                 "found.json",
-            ]
+            ],
         )
         == 0
     )

@@ -9,8 +9,6 @@ import pytest
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from unbroken.monitors.last_step import LogLastStep
-from unbroken.loggers.metrics_csv import MetricsCSV
 from tests.monitored import (
     Linear,
     Points,
@@ -18,6 +16,8 @@ from tests.monitored import (
     one_thread,  # noqa: F401 - the fixture of every test here
     read,
 )
+from unbroken.loggers.metrics_csv import MetricsCSV
+from unbroken.monitors.last_step import LogLastStep
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

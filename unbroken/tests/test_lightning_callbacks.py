@@ -20,8 +20,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from numerals.fit import job as fit
-from unbroken.cli import start as entry
-from unbroken.checkpoint.not_exact import NOT_EXACT
 from tests.commands import (
     TIMED,
     assert_same_run,
@@ -34,6 +32,8 @@ from tests.commands import (
     without_measured,
 )
 from tests.stopped_runs import resume, train, train_until
+from unbroken.checkpoint.not_exact import NOT_EXACT
+from unbroken.cli import start as entry
 
 HERE = "tests.test_lightning_callbacks"  # as a run imports it
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from unbroken.lightning_names import name_in_lightning
 from tests.commands import assert_same_run, complete, summary
 from tests.promises import ROOT, environment
+from unbroken.lightning_names import name_in_lightning
 
 THEIRS = "tests.written_for_pytorch_lightning"
 SWITCHED_ON = "from unbroken.lightning_names import alias; alias()\n"
@@ -210,8 +210,9 @@ def flags(folder: Path, start_method: str = "fork") -> list[str]:
     ]
 
 
-FIT = f"{SWITCHED_ON}import sys; from numerals.fit import job as fit; sys.exit(fit.main(sys.argv[1:]))"
-TEST = f"{SWITCHED_ON}import sys; from unbroken.commands import test; sys.exit(test.main('numerals', sys.argv[1:]))"
+FIT = f"{SWITCHED_ON}import sys; from numerals.fit import job; sys.exit(job.main(sys.argv[1:]))"
+TEST = f"{SWITCHED_ON}import sys; from unbroken.commands import test as command; "
+TEST += "sys.exit(command.main('numerals', sys.argv[1:]))"
 INTERRUPTED = f"{SWITCHED_ON}from tests import interrupted; interrupted.main()"
 
 

@@ -19,6 +19,15 @@ import torch
 from lightning.pytorch import Callback
 from torch import nn
 
+from tests.monitored import (
+    Linear,
+    Points,
+    in_a_fork,
+    make_trainer,
+    one_thread,  # noqa: F401 - the fixture of every test here
+)
+from unbroken.errors import UserError, is_out_of_memory
+from unbroken.machine.live_memory import LiveMemory
 from unbroken.monitors.memory import (
     ACTIVATIONS,
     GIB,
@@ -30,15 +39,6 @@ from unbroken.monitors.memory import (
 )
 from unbroken.monitors.memory_snapshot import MemorySnapshot
 from unbroken.monitors.out_of_memory import flags_to_try
-from unbroken.errors import UserError, is_out_of_memory
-from unbroken.machine.live_memory import LiveMemory
-from tests.monitored import (
-    Linear,
-    Points,
-    in_a_fork,
-    make_trainer,
-    one_thread,  # noqa: F401 - the fixture of every test here
-)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*logging interval", "ignore:.*does not have many workers"

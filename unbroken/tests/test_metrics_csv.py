@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from unbroken.loggers.metrics_csv import MetricsCSV, read_metrics
 from tests.monitored import read
+from unbroken.loggers.metrics_csv import MetricsCSV, read_metrics
 
 
 @pytest.fixture

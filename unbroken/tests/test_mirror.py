@@ -5,9 +5,11 @@ there.
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,12 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch import Callback, Trainer, seed_everything
 
+from tests.commands import checkpoint
+from tests.plain_module import Regression
+from tests.slow_stores import FailingFileSystem, SlowFileSystem
+from tests.test_exact_checkpoint import Dies, assert_same_end
 from unbroken import ExactCheckpoint
+from unbroken.errors import UserError
 from unbroken.mirror import copying, lease
 from unbroken.mirror.copying import Copying, find_manifests
 from unbroken.mirror.lease import Lease
@@ -25,12 +32,7 @@ from unbroken.mirror.mirror import Mirror
 from unbroken.mirror.reading import saves_in
 from unbroken.mirror.save import Save
 from unbroken.mirror.store import Store
-from unbroken.run_folder import RunFolder, choose, find_checkpoint, last_owner
-from unbroken.errors import UserError
-from tests.commands import checkpoint
-from tests.plain_module import Regression
-from tests.slow_stores import FailingFileSystem, SlowFileSystem
-from tests.test_exact_checkpoint import Dies, assert_same_end
+from unbroken.run_folder import RunFolder, choose, find_checkpoint, last_owner, read_run_id
 
 
 @pytest.fixture(autouse=True)
@@ -212,10 +214,17 @@ def test_a_mirror_without_a_whole_save_is_an_error_and_no_fresh_start(
 
 def test_a_run_that_was_killed_inside_its_first_copy_starts_afresh(workplace: Path) -> None:
     store = store_of("memory://store")
+    run_id = "c" * 8
+    begun = Manifest(7, 6, run_id, "b" * 32, 1.5, {"last.ckpt": Entry(30, "a" * 64)})
+    store.write(begun.begun_name, begun.to_bytes())
     store.write(f"files/{'a' * 64}.ckpt", b"half a checkpoi")
+    Path("machine/run").mkdir(parents=True)
+    Path("machine/run/run-id.txt").write_text(run_id)
     fit("machine/run", "memory://store")
     assert newest("memory://store").step == 20
+    assert newest("memory://store").number > 7
     assert f"{'a' * 64}.ckpt" not in store.names("files")
+    assert store.names() == ["files", *sorted(save.name for save in saves_in(store))]
 
 
 def test_the_newer_of_the_folder_and_the_mirror_is_taken_and_said(
@@ -236,10 +245,27 @@ def test_the_newer_of_the_folder_and_the_mirror_is_taken_and_said(
         bring(url, "other/run")
 
 
+def test_a_mirror_replaces_no_file_of_another_run_that_saved_nothing(
+    workplace: Path, killed: Path
+) -> None:
+    folder = workplace / "machine/run"
+    folder.mkdir(parents=True)
+    (folder / "run-id.txt").write_text("another")
+    (folder / "metrics.csv").write_text("x")
+    before = what_lies_in(folder)
+    with pytest.raises(UserError, match="holds another run of this name"):
+        choose(Path("machine"), "run", "auto", Mirror(str(killed)))
+    (folder / "run-id.txt").unlink()
+    with pytest.raises(UserError, match="is no run's folder: it holds metrics"):
+        choose(Path("machine"), "run", "auto", Mirror(str(killed)))
+    (folder / "run-id.txt").write_text("another")
+    assert what_lies_in(folder) == before
+
+
 def bring(url: str, folder: str) -> list[str]:
     mirror = Mirror(url)
     mirror.claim(Path(folder).absolute())
-    lines = mirror.bring()
+    lines = mirror.bring(read_run_id(Path(folder)))
     mirror.release()
     print(*lines)
     return lines
@@ -264,6 +290,132 @@ def test_a_run_that_goes_on_without_its_mirror_is_told(workplace: Path) -> None:
     ]
     fit("other/run", None)
     assert choose(Path("other"), "run", "auto").notes == []
+
+
+# What is the user's
+
+
+def thesis_of(folder: Path) -> Path:
+    """A folder with files of the user's."""
+    folder.mkdir(parents=True)
+    (folder / "thesis.txt").write_text("x")
+    return folder
+
+
+def what_lies_in(folder: Path) -> dict[str, bytes | str]:
+    """Every file below a folder with its contents, and every link with its target."""
+    found: dict[str, bytes | str] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            found[name] = os.readlink(path)
+        elif path.is_file():
+            found[name] = path.read_bytes()
+    return found
+
+
+def put_files(place: Path) -> None:
+    thesis_of(place / "files")
+
+
+def put_a_file_in_its_place(place: Path) -> None:
+    place.write_text("x")
+
+
+def put_a_lease_of_a_house(place: Path) -> None:
+    place.mkdir()
+    (place / "lease.json").write_text('{"owner": "Alice", "rent": 900}')
+
+
+def put_a_link_in_its_place(place: Path) -> None:
+    thesis_of(place.parent.parent / "home")
+    place.symlink_to(place.parent.parent / "home")
+
+
+def put_a_link_for_its_files(place: Path) -> None:
+    thesis_of(place.parent.parent / "home")
+    place.mkdir()
+    (place / "files").symlink_to(place.parent.parent / "home")
+
+
+def put_a_link_for_its_lease(place: Path) -> None:
+    home = thesis_of(place.parent.parent / "home")
+    place.mkdir()
+    (place / "lease.json").symlink_to(home / "thesis.txt")
+
+
+@pytest.mark.parametrize(
+    ("put", "told"),
+    [
+        (put_files, "is no mirror of a run, and is not empty (it holds files)"),
+        (put_a_file_in_its_place, "is no mirror of a run, and is not empty"),
+        (put_a_lease_of_a_house, "is not empty (it holds lease.json)"),
+        (put_a_link_in_its_place, "store/run is a link or no file"),
+        (put_a_link_for_its_files, "store/run/files is a link or no file"),
+        (put_a_link_for_its_lease, "store/run/lease.json is a link or no file"),
+    ],
+)
+def test_a_mirror_changes_nothing_where_the_users_own_files_are(
+    workplace: Path, put: Callable[[Path], None], told: str
+) -> None:
+    (workplace / "store").mkdir()
+    put(workplace / "store/run")
+    before = what_lies_in(workplace)
+    with pytest.raises(UserError) as error:
+        choose(Path("machine"), "run", "auto", Mirror("store"))
+    assert told in str(error.value)
+    assert "\n" not in str(error.value)
+    assert what_lies_in(workplace) == before
+
+
+def test_a_mirror_in_the_runs_own_folder_is_refused_and_changes_nothing(workplace: Path) -> None:
+    thesis_of(workplace / "machine/run")
+    before = what_lies_in(workplace)
+    for place in ("machine", "machine/run", "machine/run/store"):
+        with pytest.raises(UserError, match="must be another folder than the runs'"):
+            Mirror(place).claim(workplace / "machine/run")
+    # In the working folder it has a place of its own.
+    fit("machine/other", ".")
+    now = what_lies_in(workplace)
+    assert {name: now[name] for name in before} == before
+
+
+def test_what_no_manifest_names_stays_in_a_mirror_to_the_end(workplace: Path, killed: Path) -> None:
+    shutil.copytree(killed, "store")
+    place = workplace / "store/run"
+    Path(place / "notes.txt").write_text("x")
+    Path(place / "files/thesis.txt").write_text("x")
+    Path(place / f"files/{'a' * 64}.ckpt").write_text("x")
+    Path(place / "manifest-00000099-aaaaaaaa.json").write_text("x")
+    # A copy that was broken off names what it left: contents, and half a manifest.
+    store = Store("store/run")
+    run_id = saves_in(store)[0].run_id
+    begun = Manifest(98, 14, run_id, "b" * 32, 1.5, {"last.ckpt": Entry(30, "b" * 64)})
+    store.write(begun.begun_name, begun.to_bytes())
+    store.write(begun.name, begun.to_bytes()[:-20])
+    store.write(f"files/{'b' * 64}.ckpt", b"half a checkpoi")
+    fit("machine/run", "store")
+    saves = saves_in(store)
+    needed = set().union(*(save.places for save in saves))
+    others = {"files/thesis.txt", f"files/{'a' * 64}.ckpt"}
+    assert {f"files/{name}" for name in store.names("files")} == needed | others
+    names = [*(save.name for save in saves), "files", "manifest-00000099-aaaaaaaa.json"]
+    assert store.names() == sorted([*names, "notes.txt"])
+
+
+def test_of_a_huge_lease_and_a_huge_manifest_only_the_begin_is_read(
+    workplace: Path, killed: Path
+) -> None:
+    shutil.copytree(killed, "store")
+    store = Store("store/run")
+    for name in (lease.FILE, "manifest-00000099-aaaaaaaa.json", "begun-00000099-aaaaaaaa.json"):
+        with open(workplace / "store/run" / name, "wb") as file:
+            file.truncate(3 * 2**30)
+        found = store.read(name)
+        assert found is not None
+        assert len(found) == 100_001
+    fit("machine/run", "store")
+    assert newest(str(workplace / "store")).step == 20
 
 
 # What waits, and what is held
@@ -429,7 +581,7 @@ def test_the_lease_of_a_process_that_died_here_is_not_waited_for(workplace: Path
     run = RunFolder(folder)
     run.create()
     (folder / ".mirror-owner").write_text("dead")
-    store.write(lease.FILE, b'{"owner": "dead"}')
+    store.write(lease.FILE, b'{"owner": "dead", "machine": "here", "renewed": 3}')
     run.release()
     assert last_owner(folder) == "dead"
     mirror = Mirror("memory://store")
@@ -501,7 +653,7 @@ def test_a_package_that_is_missing_is_asked_for_in_one_line(workplace: Path) -> 
     with pytest.raises(UserError) as error:
         Mirror("s3://bucket/runs").claim(workplace / "runs/run")
     told = "--mirror s3://bucket/runs needs a package that is not installed"
-    assert str(error.value) == f"{told}: pip install '.[mirror-s3]'."
+    assert str(error.value) == f"{told}: pip install s3fs."
 
 
 def test_a_password_in_an_address_is_not_printed() -> None:

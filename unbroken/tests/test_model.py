@@ -35,9 +35,9 @@ from torchmetrics.classification import (
     MultilabelF1Score,
 )
 
+from numerals.model import MLP, ConvNet, MNISTClassifier
 from unbroken.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
 from unbroken.errors import UserError
-from numerals.model import MLP, ConvNet, MNISTClassifier
 from unbroken.tasks import ImageClassifier, SupervisedModule
 from unbroken.tasks.activation_checkpointing import recompute_activations
 from unbroken.tasks.classifier import check_fit
@@ -838,8 +838,6 @@ def test_a_state_dict_of_before_standardization_was_in_it_still_loads() -> None:
     assert torch.allclose(module.standardize(digits), (digits / 255 - 0.1307) / 0.3081, atol=1e-6)
 
 
-
-
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed", "64-true"])
 def test_weights_of_any_type_get_images_of_that_type(tmp_path: Path, precision: str) -> None:
     module = ImageClassifier(small_mlp(), class_weights=[1, 1, 2])
@@ -930,8 +928,6 @@ def test_lightnings_own_command_line_makes_modules_from_plain_values_and_keeps_a
     cli.trainer.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)  # hyperparameters are plain values
     assert saved["hyper_parameters"]["optimizer"] == "SGD"
-
-
 
 
 def test_a_look_at_one_blank_image_leaves_frozen_parts_frozen() -> None:

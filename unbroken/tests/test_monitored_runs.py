@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from unbroken.storage.checkpoint_files import damage
 from tests import reported
 from tests.commands import finished_run, run, summary, two_rank_run
+from unbroken.storage.checkpoint_files import damage
 
 
 def test_a_default_run_records_every_metric_that_a_cpu_has():
@@ -49,8 +49,6 @@ def test_two_processes_of_fit_log_under_the_same_names():
     assert float(rows[1]["throughput/step_ms"]) == pytest.approx(2000 / batches)
 
 
-
-
 OOM_MODEL = """
 import torch
 from numerals.model import MNISTClassifier
@@ -85,5 +83,3 @@ def test_fit_ends_an_out_of_memory_run_with_the_advice_and_exit_code_1(tmp_path)
     assert "--data.batch_size 32 --accumulate_grad_batches 2" in ended.stderr
     assert tail[-1].startswith("The last checkpoint is whole")
     assert damage(tmp_path / "checkpoints" / "oom" / "last.ckpt") is None
-
-

@@ -16,12 +16,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from unbroken.monitors.memory import MemoryMonitor, dense_parts, size_gib
-from unbroken.monitors.monitor import Monitor, never_ends_the_run
-from unbroken.monitors.optimizer import OptimizerMonitor, gradient_norm
-from unbroken.monitors.throughput import ThroughputMonitor
-from unbroken.results.facts import Summary
-from unbroken.results.run_result import AddsFacts, RunResult
 from tests.commands import complete
 from tests.monitored import (
     in_a_fork,
@@ -29,6 +23,12 @@ from tests.monitored import (
     one_thread,  # noqa: F401 - the fixture of every test here
     read,
 )
+from unbroken.monitors.memory import MemoryMonitor, dense_parts, size_gib
+from unbroken.monitors.monitor import Monitor, never_ends_the_run
+from unbroken.monitors.optimizer import OptimizerMonitor, gradient_norm
+from unbroken.monitors.throughput import ThroughputMonitor
+from unbroken.results.facts import Summary
+from unbroken.results.run_result import AddsFacts, RunResult
 
 
 def monitors() -> list[Monitor]:
@@ -137,16 +137,12 @@ def test_the_norm_of_a_sparse_gradient_is_that_of_the_dense_one() -> None:
     assert norms[0] == pytest.approx(norms[1])
 
 
-
-
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning", "ignore:Lazy:UserWarning")
 def test_sizes_of_sparse_and_lazy_tensors_are_those_of_what_they_hold() -> None:
     coo = torch.eye(30).to_sparse()
     assert size_gib([coo]) * 1024**3 == 30 * 2 * 8 + 30 * 4  # indices int64, values float32
     assert size_gib([coo.to_sparse_csr()]) * 1024**3 == (31 + 30) * 8 + 30 * 4
     assert dense_parts(nn.LazyLinear(3).weight) == []
-
-
 
 
 class Breaks(Monitor):

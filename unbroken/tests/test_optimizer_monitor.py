@@ -9,12 +9,12 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 
+from tests.monitored import Linear, Points, make_trainer, one_thread, read  # noqa: F401 - one_thread is a fixture
+from tests.other_tasks import WithoutRate
+from unbroken.loggers.metrics_csv import MetricsCSV
 from unbroken.monitors.memory import MemoryMonitor
 from unbroken.monitors.optimizer import OptimizerMonitor
 from unbroken.monitors.throughput import ThroughputMonitor
-from unbroken.loggers.metrics_csv import MetricsCSV
-from tests.monitored import Linear, Points, make_trainer, one_thread, read  # noqa: F401 - one_thread is a fixture
-from tests.other_tasks import WithoutRate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -150,5 +150,3 @@ def test_all_monitors_stand_in_the_rows_of_the_loss(tmp_path, accumulate):
     assert "optimizer/lr" not in at_the_end
     # for callbacks that follow one, and for checkpoints: not rounded to float32
     assert float(trainer.callback_metrics["throughput/step_ms"]) == at_the_end["throughput/step_ms"]
-
-

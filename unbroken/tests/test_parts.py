@@ -17,7 +17,6 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricTracker, MinMaxMetric
 
-from unbroken.storage.checkpoint_files import RUN_KEY, made_plain, make_room_for_buffers
 from unbroken.loading import ExactLoading
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.parts import all_parts
@@ -38,6 +37,7 @@ from unbroken.parts.module import (
 from unbroken.parts.not_kept import NotKept
 from unbroken.parts.owners import is_object
 from unbroken.parts.rows import MetricRows
+from unbroken.storage.checkpoint_files import RUN_KEY, made_plain, make_room_for_buffers
 from unbroken.tensors.same_values import is_same
 
 

@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 import torch
 
-from unbroken.storage.checkpoint_files import made_plain
-from unbroken.parts.plain_values import copied, is_plain, like
-from unbroken.tensors.same_values import is_same
 from unbroken.errors import UserError
+from unbroken.parts.plain_values import copied, is_plain, like
+from unbroken.storage.checkpoint_files import made_plain
+from unbroken.tensors.same_values import is_same
 
 CPU = torch.device("cpu")
 

@@ -78,8 +78,6 @@ def draw_digit(path: Path) -> None:
     picture.save(path)
 
 
-
-
 def python(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a Python in which the names are hidden from the start."""
     plug_in = place / "plug_in"

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,11 +16,15 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from PIL import Image, ImageDraw, ImageFont
 
+from numerals.fit import job as fit
+from numerals.model import MNISTClassifier
+from tests.digit_files import WAYS
+from tests.photos import KINDS, photograph, take_photographs
+from tests.plain_module import rows
+from tests.stopped_runs import SHORT, error_of, train
+from tests.trained import trained_checkpoint
 from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
-from unbroken.data.images import fit_image
-from unbroken.errors import BadImage, UserError
-from numerals.model import MNISTClassifier
 from unbroken.commands.predict import command as predict
 from unbroken.commands.predict.answers import predict_batch
 from unbroken.commands.predict.digits import find_digit, is_unclear
@@ -27,16 +32,13 @@ from unbroken.commands.predict.files import find_files
 from unbroken.commands.predict.images import read_image
 from unbroken.commands.predict.labelling import predict_files
 from unbroken.commands.predict.preparation import choose_preparation
-from tests.digit_files import WAYS
-from tests.photos import KINDS, photograph, take_photographs
-from tests.plain_module import rows
-from tests.stopped_runs import SHORT, error_of, train
-from tests.trained import trained_checkpoint
+from unbroken.data.images import fit_image
+from unbroken.errors import BadImage, UserError
 
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    loaded = load(trained_checkpoint())
+    loaded = load(fit, trained_checkpoint())
     loaded.datamodule.setup("test")
     return loaded
 
@@ -67,7 +69,7 @@ def test_without_files_the_batches_of_the_predict_dataloader_are_answered(
     with open("answers.csv", newline="") as file:
         found = list(csv.DictReader(file))
     assert [row["row"] for row in found] == [f"row {index % 4}" for index in range(11)]
-    module = load(Path(best[1])).module
+    module = load(fit, Path(best[1])).module
     with torch.no_grad():
         expected = module(torch.stack([row[0] for row in rows(11, 2)]))
     assert [float(row["answer"]) for row in found] == pytest.approx(expected.flatten().tolist())
@@ -76,14 +78,16 @@ def test_without_files_the_batches_of_the_predict_dataloader_are_answered(
     best = ["--ckpt_path", "checkpoints/Lists/best.ckpt"]
     assert predict.main("numerals", [*best, "--output", "answers.json"]) == 0
     found = json.loads(Path("answers.json").read_text())
-    module = load(Path(best[1])).module.double()
+    module = load(fit, Path(best[1])).module.double()
     with torch.no_grad():
         expected = module(torch.stack([row[0] for row in rows(11, 2)]).double())
     assert [row.keys() for row in found] == [{"prediction"}] * 11
     answers = [row["prediction"] for row in found]
     assert answers == pytest.approx(expected.flatten().tolist(), rel=1e-12)
 
-    line = error_of(capsys, "--ckpt_path", "checkpoints/Queue/best.ckpt", main=predict.main)
+    line = error_of(
+        capsys, "--ckpt_path", "checkpoints/Queue/best.ckpt", main=partial(predict.main, "numerals")
+    )
     assert line == "error: IMAGE is missing: name files, or give Queue a predict_dataloader."
 
 
@@ -213,7 +217,7 @@ def test_several_digits_are_said_and_counted_and_noise_is_no_digit(
         "--output",
         str(output),
     ]
-    assert entry.exit_code(predict.main, words) == 2
+    assert entry.exit_code(partial(predict.main, "numerals"), words) == 2
     told = capsys.readouterr()
     assert "television.png: nothing in it stands out like a digit" in told.err
     assert "of 5 files: 4 more than one digit" in told.out
@@ -302,7 +306,9 @@ def test_bad_files_are_named_and_skipped_and_the_exit_code_says_so(
         "--ckpt_path",
         str(trained_checkpoint()),
     ]
-    assert entry.exit_code(predict.main, [*words, "--output", str(output)]) == 2
+    assert (
+        entry.exit_code(partial(predict.main, "numerals"), [*words, "--output", str(output)]) == 2
+    )
     told = capsys.readouterr()
     assert [
         line.split(": ", 1)[0].removeprefix(f"skipped {folder}/") for line in told.err.splitlines()
@@ -335,7 +341,12 @@ def test_an_older_table_stays_where_no_file_can_be_read(tmp_path: Path) -> None:
     (tmp_path / "text.jpg").write_text("no image at all")
     (tmp_path / "labels.json").write_text("older")
     words = [str(tmp_path / "text.jpg"), "--ckpt_path", str(trained_checkpoint())]
-    assert entry.exit_code(predict.main, [*words, "--output", str(tmp_path / "labels.json")]) == 2
+    assert (
+        entry.exit_code(
+            partial(predict.main, "numerals"), [*words, "--output", str(tmp_path / "labels.json")]
+        )
+        == 2
+    )
     assert (tmp_path / "labels.json").read_text() == "older"
 
 
@@ -346,7 +357,7 @@ def test_good_files_give_exit_code_0_a_json_file_and_a_contact_sheet(
         Image.fromarray(digits[0][index]).save(tmp_path / f"{index}.png")
     words = [str(tmp_path / "[0-9].png"), "--ckpt_path", str(trained_checkpoint())]
     flags = ["--output", str(tmp_path / "out.json"), "--contact_sheet", str(tmp_path / "sheet.png")]
-    assert entry.exit_code(predict.main, [*words, *flags]) == 0
+    assert entry.exit_code(partial(predict.main, "numerals"), [*words, *flags]) == 0
     rows = json.loads((tmp_path / "out.json").read_text())
     assert len(rows) == 7
     assert all(
@@ -381,7 +392,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(tmp_path) if word == "EMPTY" else word for word in words]
-    assert entry.exit_code(predict.main, words) == 2
+    assert entry.exit_code(partial(predict.main, "numerals"), words) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert message in error
@@ -400,9 +411,12 @@ def test_a_checkpoint_of_somebody_elses_package_is_used_only_where_that_is_allow
     torch.save(saved, tmp_path / "theirs.ckpt")
     Image.new("L", (28, 28)).save(tmp_path / "black.png")
     words = [str(tmp_path / "black.png"), "--ckpt_path", str(tmp_path / "theirs.ckpt")]
-    assert entry.exit_code(predict.main, words) == 2
+    assert entry.exit_code(partial(predict.main, "numerals"), words) == 2
     assert "If you trust the file: --allow_imports theirs" in capsys.readouterr().err
-    assert entry.exit_code(predict.main, [*words, "--allow_imports", "theirs"]) == 2
+    assert (
+        entry.exit_code(partial(predict.main, "numerals"), [*words, "--allow_imports", "theirs"])
+        == 2
+    )
     assert "one plain colour, no digit in it" in capsys.readouterr().err
 
 
@@ -434,7 +448,7 @@ def test_an_empty_folder_among_others_is_skipped_and_named(
     every_folder = sorted(str(path) for path in (tmp_path / "scans").iterdir())
     checkpoint = ["--ckpt_path", str(trained_checkpoint())]
     for words in (every_folder, [str(tmp_path / "scans" / "*")]):
-        assert entry.exit_code(predict.main, [*words, *checkpoint]) == 0
+        assert entry.exit_code(partial(predict.main, "numerals"), [*words, *checkpoint]) == 0
         told = capsys.readouterr()
         assert "full/a.png" in told.out
         empty, texts = told.err.splitlines()
@@ -449,7 +463,7 @@ def test_the_name_of_a_file_does_not_reach_the_terminal_as_a_command(
     Image.fromarray(digits[0][0]).save(tmp_path / f"good{clears_the_screen}")
     (tmp_path / f"bad{clears_the_screen}").write_text("no image at all")
     words = [str(tmp_path), "--ckpt_path", str(trained_checkpoint())]
-    assert entry.exit_code(predict.main, words) == 2
+    assert entry.exit_code(partial(predict.main, "numerals"), words) == 2
     told = capsys.readouterr()
     assert r"good\x1b[2J.png" in told.out
     assert r"bad\x1b[2J.png: not an image" in told.err
@@ -594,10 +608,12 @@ def test_what_a_file_becomes_depends_on_the_data_module(tmp_path: Path) -> None:
 def test_help_and_typing_errors_come_before_torch() -> None:
     script = """if True:
         import sys
-        from numerals.predict import __main__ as predict
+        from functools import partial
+        from unbroken.commands.predict import main
+        predict = partial(main, "numerals")
         from unbroken.cli.start import exit_code
-        assert exit_code(predict.main, ["--help"]) == 0
-        assert exit_code(predict.main, ["no*such.png"]) == 2
+        assert exit_code(predict, ["--help"]) == 0
+        assert exit_code(predict, ["no*such.png"]) == 2
         assert not {"torch", "lightning", "torchvision", "matplotlib"} & set(sys.modules)
     """
     done = subprocess.run(
@@ -631,7 +647,7 @@ def test_a_gpu_checkpoint_predicts_the_same_labels_on_cpu(tmp_path: Path) -> Non
             precision,
         ]
         assert fit.main([*flags, *where]) == 0
-        loaded = load(tmp_path / precision / "best.ckpt")
+        loaded = load(fit, tmp_path / precision / "best.ckpt")
         loaded.datamodule.setup("test")
         images = loaded.datamodule.splits["test"].images
         with torch.inference_mode():

@@ -15,11 +15,11 @@ import torch
 from lightning.pytorch import Callback
 from torch.autograd import DeviceType
 
-from unbroken.monitors.throughput import ThroughputMonitor
-from unbroken.errors import UserError
-from unbroken.monitors.profiler import REGIONS, StepProfiler, region_times
 from tests.commands import run
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
+from unbroken.errors import UserError
+from unbroken.monitors.profiler import REGIONS, StepProfiler, region_times
+from unbroken.monitors.throughput import ThroughputMonitor
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -131,8 +131,6 @@ def test_the_regions_are_the_same_behind_the_throughput_monitors_profiler(tmp_pa
     found = events(tmp_path)
     counts = {name: len(spans(found, name)) for name in REGIONS}
     assert counts == {"data": 6, "forward": 3, "loss": 3, "backward": 3, "optimizer": 3}
-
-
 
 
 def test_accumulated_batches_have_an_optimizer_region_only_where_it_steps(tmp_path):

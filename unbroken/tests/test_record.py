@@ -9,11 +9,11 @@ import pytest
 import yaml
 
 from numerals.fit import job as fit
-from unbroken.commands import test as test_command
-from unbroken.cli.cli import Configuration, configure
-from unbroken.cli.plain_values import dump_yaml, put_into_mappings
 from tests.commands import checkpoint
 from tests.typed_settings import Rate
+from unbroken.cli.cli import Configuration, configure
+from unbroken.cli.plain_values import dump_yaml, put_into_mappings
+from unbroken.commands import test as test_command
 
 CLASSES = ["--model.class_path", "tests.typed_settings.Typed"]
 CLASSES += ["--data.class_path", "tests.typed_settings.Numbers"]

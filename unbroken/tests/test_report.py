@@ -19,20 +19,21 @@ import torch
 from lightning.pytorch import Trainer
 from matplotlib.figure import Figure
 
-from unbroken.results import facts
-from unbroken.run import main_job as fit, run_record
+from numerals.data import MNISTDataModule
+from numerals.fit import job as fit
+from tests.commands import REPORTED, summary, two_rank_run
+from tests.reported import reported_run, wandb_folders
+from unbroken.cli.read_checkpoint import load
 from unbroken.monitors import monitor
 from unbroken.monitors.test_predictions import TestPredictions
-from unbroken.cli.read_checkpoint import load
-from numerals.data import MNISTDataModule
-from unbroken.results.facts import Summary
 from unbroken.report import Report, page
 from unbroken.report.charts import MOST_POINTS, curves
 from unbroken.report.page import render
+from unbroken.results import facts
+from unbroken.results.facts import Summary
 from unbroken.results.run_result import Mistake, read_series
 from unbroken.results.run_result import RunResult as RunRecord
-from tests.commands import REPORTED, summary, two_rank_run
-from tests.reported import reported_run, wandb_folders
+from unbroken.run import run_record
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -141,33 +142,33 @@ def test_report_says_whether_the_code_was_the_commits(
 def test_what_the_commit_lacks_is_kept_beside_the_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    code = tmp_path / "clone" / "project" / "engine" / "summary.py"
+    package = tmp_path / "clone" / "mine"
+    code = package / "model.py"
     code.parent.mkdir(parents=True)
     code.write_text("before\n")
     git = ["git", "-C", str(tmp_path / "clone"), "-c", "user.name=a", "-c", "user.email=a@b"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *words], check=True)
-    monkeypatch.setattr(facts, "__file__", str(code))
-    run_record.write_config(tmp_path, {"a": 1})
-    assert (facts.git_state()[1], (tmp_path / "uncommitted.diff").exists()) == (
+    run_record.write_config(tmp_path, {"a": 1}, package)
+    assert (facts.git_state(package)[1], (tmp_path / "uncommitted.diff").exists()) == (
         False,
         False,
     )
     code.write_text("after\n")
-    run_record.write_config(tmp_path, {"a": 1})
-    assert facts.git_state()[1]
+    run_record.write_config(tmp_path, {"a": 1}, package)
+    assert facts.git_state(package)[1]
     assert "-before\n+after\n" in (tmp_path / "uncommitted.diff").read_text()
     code.write_text("before\n")
     unknown = code.with_name("new.py")
     unknown.touch()  # git does not know it
-    run_record.write_config(tmp_path, {"a": 1})
+    run_record.write_config(tmp_path, {"a": 1}, package)
     assert (
         tmp_path / "uncommitted.diff"
     ).read_text() == f"?? {unknown.relative_to(tmp_path / 'clone')}\n\n"
     (tmp_path / "clone" / ".git" / "index").write_text(
         "damaged"
     )  # status fails, rev-parse does not
-    assert facts.git_state()[1] is None
+    assert facts.git_state(package)[1] is None
 
 
 def test_report_shows_where_the_time_went_and_what_leaks() -> None:
@@ -246,7 +247,7 @@ def trained_predictions(
     """Test the small run's best checkpoint with the callback; returns its probabilities (200,
     10).
     """
-    loaded = load(reported_run() / "best.ckpt")
+    loaded = load(fit, reported_run() / "best.ckpt")
     datamodule = MNISTDataModule(source="sample", test_samples=200, eval_batch_size=batch_size)
     trainer = Trainer(
         accelerator="cpu",
@@ -296,14 +297,10 @@ def test_predictions_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPat
     ]
 
 
-
-
 def test_two_processes_report_every_test_sample_once() -> None:
     folder = two_rank_run()
     wrong = round(199 * (1 - summary(folder)["test/accuracy"]))
-    assert f"{wrong} wrong of 199" in text_of(
-        (folder / "report.html").read_text()
-    )
+    assert f"{wrong} wrong of 199" in text_of((folder / "report.html").read_text())
     assert len(wandb_folders(folder)) == 1, "one W&B run per job"
 
 

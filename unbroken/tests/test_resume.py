@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from numerals.fit import job as fit
-from unbroken.storage.checkpoint_files import outline
 from tests.commands import (
     CONVNET,
     SMALL,
@@ -33,6 +32,7 @@ from tests.commands import (
     summary,
     wait_for,
 )
+from unbroken.storage.checkpoint_files import outline
 
 # Checkpoints so often that many kills hit one being written
 OFTEN = ["--checkpoint_every", "3", "--val_check_interval", "0.4"]

@@ -11,16 +11,19 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from unbroken.run import main_job as fit, run_record
-from unbroken.run.run_record import RunRecord
+from numerals.fit import job as fit
 from tests.commands import checkpoint
 from tests.typed_settings import Numbers, Typed
+from unbroken.run import run_record
+from unbroken.run.run_record import RunRecord
 
 # A folder that is there already, and a callback's state without the callback
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Checkpoint directory", "ignore:The dirpath has changed"
 )
 CONFIG: dict[str, Any] = {"model": {"optimizer": "SGD", "text": "1e5"}, "seed_everything": 42}
+
+CODE = Path(__file__).parent / "numerals"
 
 
 def trainer_with(record: RunRecord, *more: Callback, epochs: int = 1) -> Trainer:
@@ -44,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_checkpoint_holds_what_the_run_is(folder: Path) -> None:
-    trainer_with(RunRecord(folder, "id1", CONFIG)).fit(Typed(), Numbers())
+    trainer_with(RunRecord(folder, "id1", CONFIG, CODE)).fit(Typed(), Numbers())
     run = checkpoint(folder / "last.ckpt")["run"]
     assert {key: run[key] for key in ("run_name", "run_id", "config")} == {
         "run_name": "mine",
@@ -58,7 +61,7 @@ def test_a_checkpoint_holds_what_the_run_is(folder: Path) -> None:
 
 
 def test_what_the_engine_has_put_there_stays() -> None:
-    record = RunRecord(Path("runs/mine"), "id1", CONFIG)
+    record = RunRecord(Path("runs/mine"), "id1", CONFIG, CODE)
     trainer = trainer_with(record)
     trainer.datamodule = None  # type: ignore[attr-defined]
     whole: dict[str, Any] = {"run": {"state": {"place": "epoch"}}}
@@ -74,7 +77,7 @@ def test_the_folder_holds_the_configuration_and_nothing_of_an_earlier_try(
     monkeypatch.setattr(run_record, "git", lambda *_: "")
     for name in ("summary.json", "report.html", "uncommitted.diff"):
         (folder / name).write_text("old")
-    trainer_with(RunRecord(folder, "id1", CONFIG)).fit(Typed(), Numbers())
+    trainer_with(RunRecord(folder, "id1", CONFIG, CODE)).fit(Typed(), Numbers())
     assert yaml.safe_load((folder / "config.yaml").read_text()) == CONFIG
     assert (folder / "config.yaml").read_text().startswith("# python")
     assert (folder.parent / "latest").resolve() == folder
@@ -86,10 +89,10 @@ def test_the_folder_holds_the_configuration_and_nothing_of_an_earlier_try(
 def test_a_resumed_run_keeps_its_page_and_says_that_another_optimizer_starts_anew(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trainer_with(RunRecord(folder, "id1", CONFIG)).fit(Typed(), Numbers())
+    trainer_with(RunRecord(folder, "id1", CONFIG, CODE)).fit(Typed(), Numbers())
     (folder / "report.html").write_text("of the first part")
     other = CONFIG | {"model": {"optimizer": "Adam"}}
-    trainer = trainer_with(RunRecord(folder, "id1", other), epochs=2)
+    trainer = trainer_with(RunRecord(folder, "id1", other, CODE), epochs=2)
     trainer.fit(Typed(), Numbers(), ckpt_path=folder / "last.ckpt", weights_only=True)
     assert "optimizer SGD → Adam: its state starts anew.\n" in capsys.readouterr().out
     assert (folder / "report.html").exists()
@@ -111,7 +114,7 @@ def is_record(callback: Callback) -> bool:
 def test_a_folder_that_is_deleted_during_the_run_is_said_and_made_again(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    record = RunRecord(folder, "id1", CONFIG)
+    record = RunRecord(folder, "id1", CONFIG, CODE)
     trainer_with(record, DeletesFolder(), epochs=2).fit(Typed(), Numbers())
     lost = "what metrics.csv held before is lost"
     line = f"the run's folder was deleted in epoch 1, and made again: {lost}.\n"

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,14 +21,14 @@ from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
 
 import numerals
+from tests.commands import SMALL, Process, popen
+from tests.trained import trained_checkpoint
 from unbroken.cli.start import exit_code
+from unbroken.commands.runs import command as runs
+from unbroken.commands.runs import page, saved_run, seeds
 from unbroken.mirror import lease
 from unbroken.mirror.manifest import Entry, Manifest
 from unbroken.mirror.store import Store
-from unbroken.commands.runs import command as runs
-from unbroken.commands.runs import page, saved_run, seeds
-from tests.commands import SMALL, Process, popen
-from tests.trained import trained_checkpoint
 
 PACKAGE = numerals.__name__
 
@@ -87,7 +88,12 @@ def root(tmp_path: Path) -> Path:
 
 def listed(root: Path, *words: str) -> list[dict[str, Any]]:
     output = root.parent / "out.json"
-    assert exit_code(runs.main, ["--root", str(root), "--output", str(output), *words]) == 0
+    assert (
+        exit_code(
+            partial(runs.main, "numerals"), ["--root", str(root), "--output", str(output), *words]
+        )
+        == 0
+    )
     return list(json.loads(output.read_text()))
 
 
@@ -109,7 +115,7 @@ def test_the_list_tells_what_differs_and_what_came_out(root: Path) -> None:
 
 def shown(capsys: pytest.CaptureFixture[str], root: Path, *words: str) -> str:
     capsys.readouterr()
-    assert exit_code(runs.main, ["--root", str(root), *words]) == 0
+    assert exit_code(partial(runs.main, "numerals"), ["--root", str(root), *words]) == 0
     return capsys.readouterr().out
 
 
@@ -302,11 +308,11 @@ def test_a_configuration_is_trained_with_several_seeds_and_goes_on_after_a_stop(
         "--output",
         "seeds.json",
     ]
-    assert exit_code(runs.main, words) == 143
+    assert exit_code(partial(runs.main, "numerals"), words) == 143
     assert [path.name for path in Path("checkpoints").glob("s-*")] == ["s-1"]
     Path("checkpoints/other").mkdir()  # a run of something else
     Path("checkpoints/other/config.yaml").write_text("{}")
-    assert exit_code(runs.main, words) == 0
+    assert exit_code(partial(runs.main, "numerals"), words) == 0
     assert "going on from step 1" in capfd.readouterr().out
     facts = [json.loads(Path(f"checkpoints/s-{seed}/summary.json").read_text()) for seed in (1, 2)]
     (row,) = json.loads(Path("seeds.json").read_text())
@@ -444,8 +450,6 @@ def test_a_metric_with_a_single_value_is_a_number_and_no_empty_chart(root: Path)
     assert text.count("0.2500") == 3
 
 
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -460,7 +464,7 @@ def test_a_metric_with_a_single_value_is_a_number_and_no_empty_chart(root: Path)
 def test_bad_input_is_one_line_and_exit_code_2(
     words: list[str], message: str, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_code(runs.main, ["--root", str(root), *words]) == 2
+    assert exit_code(partial(runs.main, "numerals"), ["--root", str(root), *words]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
@@ -473,7 +477,7 @@ def test_a_real_run_is_listed_without_torch(tmp_path: Path) -> None:
         shutil.copy(folder / name, tmp_path / "runs" / "trained" / name)
     script = """if True:
         import sys
-        from numerals.runs import __main__ as runs
+        from unbroken.commands import runs as runs
         assert runs.main("numerals", sys.argv[1:]) == 0
         assert not {"torch", "lightning", "matplotlib", "numpy"} & set(sys.modules)
     """
@@ -492,18 +496,12 @@ def test_python_m_project_lists_every_command_without_importing_one() -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60)
     told = dict(re.findall(rf"^python -m {PACKAGE}\.(\w+) +(\S.*)$", done.stdout, re.MULTILINE))
     here = Path(numerals.__file__).parent
-    files = {
-        path
-        for path in (*here.glob("*.py"), *here.glob("*/__main__.py"))
-        if path.name != "__main__.py" or path.parent != here
-    }
-    commands = {path for path in files if re.search(r"\n    run\w*\(main\)", path.read_text())}
-    assert set(told) == {
-        path.parent.name if path.name == "__main__.py" else path.stem for path in commands
-    }
+    commands = {path for path in here.glob("*.py") if "\n    run_command(" in path.read_text()}
+    commands.add(here / "fit.py")
+    assert set(told) == {path.stem for path in commands}
     assert told["runs"] == (runs.__doc__ or "").partition("\n")[0]
     assert done.stdout.startswith(f"python -m {PACKAGE}.fit ")
-    assert not re.search(rf"torch|lightning|{PACKAGE}\.", done.stderr)
+    assert not re.search(rf"\| +(torch|lightning|{PACKAGE}\..*)$", done.stderr, re.MULTILINE)
     piped = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {shlex.join(words[:1])} -m {PACKAGE} | true"], stderr=-1
     )

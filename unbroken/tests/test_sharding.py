@@ -13,13 +13,13 @@ from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
 
 from numerals.fit import job as fit
-from unbroken.commands import test as test_command
+from tests.commands import SMALL, WHOLE_NETWORK, checkpoint, run_ranks, summary
+from unbroken.checkpoint.sharding import LARGE, ShardedStrategy
 from unbroken.cli.cli import configure
 from unbroken.cli.trainer_flags import trainer_flags
-from unbroken.storage.checkpoint_files import AtomicCheckpointIO
-from unbroken.checkpoint.sharding import LARGE, ShardedStrategy
+from unbroken.commands import test as test_command
 from unbroken.errors import UserError
-from tests.commands import SMALL, WHOLE_NETWORK, checkpoint, run_ranks, summary
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 
 HALF = ["--data.batch_size", "32"]  # of each batch for each of two processes
 
@@ -68,7 +68,12 @@ def test_sharded_weights_train_go_on_and_test_as_whole_ones(workplace: Path) -> 
     assert summary(sharded)["world_size"] == 2
     assert summary(sharded)["parameters"] == summary(whole)["parameters"]
     # one process tests it with the same result, and goes on from it
-    assert test_command.main("numerals", ["--ckpt_path", str(sharded / "best.ckpt"), "--output", "m.json"]) == 0
+    assert (
+        test_command.main(
+            "numerals", ["--ckpt_path", str(sharded / "best.ckpt"), "--output", "m.json"]
+        )
+        == 0
+    )
     assert (
         json.loads(Path("m.json").read_text())["test/accuracy"] == summary(sharded)["test/accuracy"]
     )
@@ -181,7 +186,10 @@ def test_the_final_test_of_a_mixed_run_is_in_float32(workplace: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     found = summary(Path("checkpoints/mixed"))
     assert (
-        test_command.main("numerals", ["--ckpt_path", "checkpoints/mixed/best.ckpt", "--output", "m.json"]) == 0
+        test_command.main(
+            "numerals", ["--ckpt_path", "checkpoints/mixed/best.ckpt", "--output", "m.json"]
+        )
+        == 0
     )
     assert json.loads(Path("m.json").read_text())["test/loss"] == pytest.approx(
         found["test/loss"], rel=1e-6

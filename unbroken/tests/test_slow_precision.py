@@ -16,9 +16,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
+from numerals.fit import job as fit
+from unbroken.cli.cli import configure
 from unbroken.machine import hardware
 from unbroken.monitors.slow_precision import SlowPrecision, slow_line
-from unbroken.cli.cli import configure
 
 # An example that needs nothing
 EXAMPLE = ["--config", "configs/examples/autoencoder.yaml"]

@@ -47,8 +47,6 @@ def make_data(name: str, root: Path) -> list[str]:
     return ["--data.root", str(root)]
 
 
-
-
 def train(flags: list[str], start_method: str, place: Path) -> Path:
     """The folder of a run whose worker processes were started in this way."""
     size = ["--max_epochs", "1", "--limit_train_batches", "6", "--log_every_n_steps", "2"]

@@ -16,9 +16,6 @@ from typing import Any
 import pytest
 
 from numerals.fit import job as fit
-from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
-from unbroken.checkpoint.following import Best
-from unbroken.stopping.stop import SAVE_DUE, Agreement
 from tests.commands import (
     CPU2,
     SMALL,
@@ -32,6 +29,9 @@ from tests.commands import (
     summary,
     wait_for,
 )
+from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
+from unbroken.checkpoint.following import Best
+from unbroken.stopping.stop import SAVE_DUE, Agreement
 
 # Long enough that a stop at a random moment finds it training
 LONG_RUN = [*SMALL, "--max_epochs", "400", "--val_check_interval", "0.5"]
@@ -132,7 +132,8 @@ def test_a_signal_while_starting_ends_at_once(workplace: Path) -> None:
 
 
 def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace: Path) -> None:
-    after = "import os, signal; fit.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
+    after = "import os, signal; from unbroken.run import main_job; "
+    after += "main_job.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)"
     imports = "from numerals.fit import job as fit; from unbroken.cli import start"
     code = f"{imports}; {after}; start.run(fit.main)"
     words = [sys.executable, "-c", code, *SMALL, "--max_epochs", "1", "--run_name", "r"]

@@ -15,8 +15,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from unbroken.machine import threads
 from tests.commands import CPU2, SMALL, run
+from unbroken.machine import threads
 
 
 class WriteThreads(Callback):

@@ -17,6 +17,17 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.utils.data import DataLoader
 
+from numerals.model.networks import MLP, ConvNet
+from tests.monitored import (
+    FakeClock,
+    Linear,
+    Points,
+    Rows,
+    in_a_fork,
+    make_trainer,
+    one_thread,  # noqa: F401 - used by every test
+)
+from unbroken.cli.shown_warnings import silence_unfounded_advice
 from unbroken.monitors.flops import (
     may_use_tf32,
     mfu_per_sample_per_sec,
@@ -30,18 +41,7 @@ from unbroken.monitors.throughput import (
     rates,
     samples_in,
 )
-from unbroken.cli.shown_warnings import silence_unfounded_advice
-from numerals.model.networks import MLP, ConvNet
 from unbroken.tasks.supervised import recompute_activations
-from tests.monitored import (
-    FakeClock,
-    Linear,
-    Points,
-    Rows,
-    in_a_fork,
-    make_trainer,
-    one_thread,  # noqa: F401 - used by every test
-)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -16,17 +16,17 @@ import pytest
 from tensorboard.summary.writer import event_file_writer
 
 from numerals.fit import job as fit
+from tests.commands import complete, rows
+from tests.reported import of_type, wandb_folders, wandb_records
 from unbroken.cli import trackers
 from unbroken.cli.cli import configure
-from unbroken.mirror.manifest import MIRRORED
-from unbroken.run_folder import RunFolder
 from unbroken.errors import UserError
 from unbroken.loggers import followers
 from unbroken.loggers.followers import WholeRows
 from unbroken.loggers.metrics_csv import MetricsCSV
 from unbroken.loggers.tensorboard import TensorBoardRunLogger
-from tests.commands import complete, rows
-from tests.reported import of_type, wandb_folders, wandb_records
+from unbroken.mirror.manifest import MIRRORED
+from unbroken.run_folder import RunFolder
 
 TASK = ["--model", "configs.examples.autoencoder.LitAutoEncoder"]
 TASK += ["--data", "configs.examples.autoencoder.Waves"]
@@ -218,7 +218,7 @@ def read_with_mlflow(folder: Path) -> History:
 
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{folder / 'mlflow.db'}"
     client = MlflowClient(uri)
-    experiment = client.get_experiment_by_name("project")
+    experiment = client.get_experiment_by_name("numerals")
     assert experiment is not None
     (found,) = client.search_runs([experiment.experiment_id])
     assert found.info.run_name == folder.name
@@ -234,10 +234,10 @@ def read_with_mlflow(folder: Path) -> History:
 def in_trackio(folder: Path) -> History:
     import trackio
 
-    (found,) = trackio.Api().runs("project")
+    (found,) = trackio.Api().runs("numerals")
     assert found.name == folder.name
     history: History = {}
-    for row in trackio.SQLiteStorage.get_logs("project", found.name):
+    for row in trackio.SQLiteStorage.get_logs("numerals", found.name):
         for name, value in row.items():
             if name not in ("step", "timestamp"):
                 history.setdefault(name, []).append((row["step"], value))
@@ -258,8 +258,6 @@ def test_a_tracker_has_every_value_of_a_killed_run_once(
     # Trackio reads the variable when it is imported.
     monkeypatch.setenv("TRACKIO_DIR", str(folder / "trackio"))
     assert_has_every_value_once(read(folder), folder)
-
-
 
 
 def test_a_run_that_goes_on_from_a_mirror_goes_on_in_its_trackers() -> None:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,16 +18,17 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from numerals.fit import job as fit
 from unbroken.cli import start as entry
 from unbroken.cli.cli import Configuration, configure
-from unbroken.errors import UserError, is_out_of_memory
-from unbroken.machine.hardware import GIB
 from unbroken.commands.tune import command as tune
 from unbroken.commands.tune.advice import advice_lines, advise
 from unbroken.commands.tune.batch_size import Search
 from unbroken.commands.tune.learning_rate import RateRamp, flag_of, read_curve
 from unbroken.commands.tune.short_training import one_device_flags, train_shortly
 from unbroken.commands.tune.steps import CannotTrain, Measured, TrainingSteps
+from unbroken.errors import UserError, is_out_of_memory
+from unbroken.machine.hardware import GIB
 
 SMALL = ["--data.source", "sample", "--data.train_samples", "2000", "--accelerator", "cpu"]
 
@@ -270,7 +272,10 @@ def test_a_size_that_cannot_train_is_named_and_does_not_end_the_search(
     """Of 65 samples, 16, 32 and 64 leave a single one."""
     config = plain(Normalized(), PlainData(13, samples=65))
     monkeypatch.setattr("unbroken.cli.cli.configure", lambda *_: config)
-    assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
+    assert (
+        entry.exit_code(partial(tune.main, "numerals"), ["batch_size", "--output", "sizes.json"])
+        == 0
+    )
     facts = json.loads(Path("sizes.json").read_text())
     assert [row["batch_size"] for row in facts["sizes"]] == [13, 65]
     assert list(facts["cannot_train"]) == ["16", "32", "64"]
@@ -306,7 +311,10 @@ def test_a_busy_machine_is_said(
     config = plain(PlainModule(), PlainData())
     monkeypatch.setattr("unbroken.cli.cli.configure", lambda *_: config)
     monkeypatch.setattr(TrainingSteps, "measure", lambda self, size: fits_up_to(64, [])(size))
-    assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
+    assert (
+        entry.exit_code(partial(tune.main, "numerals"), ["batch_size", "--output", "sizes.json"])
+        == 0
+    )
     told = capsys.readouterr().out
     assert ("The machine was busy when this began (load 3.2)" in told) == is_said
     assert json.loads(Path("sizes.json").read_text()).get("load_average") == load
@@ -325,7 +333,12 @@ def test_tune_batch_size_writes_a_table_and_a_picture_and_touches_no_run(
         "--plot",
         "sizes.png",
     ]
-    assert entry.exit_code(tune.main, ["batch_size", *SMALL, "--model.network", "MLP", *flags]) == 0
+    assert (
+        entry.exit_code(
+            partial(tune.main, "numerals"), ["batch_size", *SMALL, "--model.network", "MLP", *flags]
+        )
+        == 0
+    )
     told = capsys.readouterr().out
     facts = json.loads(Path("sizes.json").read_text())
     assert facts["largest_batch_size"] == 100
@@ -354,7 +367,7 @@ def test_a_size_that_fits_two_steps_but_not_many_is_not_called_fitting(
 
     monkeypatch.setattr(ImageClassifier, "training_step", grows)
     flags = ["--max_batch_size", "64", "--output", "sizes.json", "--model.network", "MLP"]
-    assert entry.exit_code(tune.main, ["batch_size", *SMALL, *flags]) == 0
+    assert entry.exit_code(partial(tune.main, "numerals"), ["batch_size", *SMALL, *flags]) == 0
     assert json.loads(Path("sizes.json").read_text())["largest_batch_size"] == 32
     assert "largest batch that fits: 32 (33 does not)" in capsys.readouterr().out
 
@@ -467,7 +480,12 @@ def test_a_module_without_lr_is_tuned_by_the_rates_of_its_optimizer(
 ) -> None:
     config = plain(PlainModule(), PlainData())
     monkeypatch.setattr("unbroken.cli.cli.configure", lambda *_: config)
-    assert entry.exit_code(tune.main, ["lr", "--max_lr", "10", "--output", "lr.json"]) == 0
+    assert (
+        entry.exit_code(
+            partial(tune.main, "numerals"), ["lr", "--max_lr", "10", "--output", "lr.json"]
+        )
+        == 0
+    )
     facts = json.loads(Path("lr.json").read_text())
     assert 0.005 < facts["suggested_lr"] < 2
     assert facts["suggested_lr"] == facts["lowest_loss_lr"] / 2
@@ -491,7 +509,10 @@ def test_every_size_that_fits_is_shown_and_the_present_one_as_well(
     config = plain(PlainModule(), PlainData(present))
     monkeypatch.setattr("unbroken.cli.cli.configure", lambda *_: config)
     monkeypatch.setattr(TrainingSteps, "measure", lambda self, size: fits_up_to(largest, [])(size))
-    assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
+    assert (
+        entry.exit_code(partial(tune.main, "numerals"), ["batch_size", "--output", "sizes.json"])
+        == 0
+    )
     assert [
         row["batch_size"] for row in json.loads(Path("sizes.json").read_text())["sizes"]
     ] == shown
@@ -502,7 +523,10 @@ def test_a_plain_data_module_is_searched_for_a_batch_size(
 ) -> None:
     config = plain(PlainModule(), PlainData())
     monkeypatch.setattr("unbroken.cli.cli.configure", lambda *_: config)
-    assert entry.exit_code(tune.main, ["batch_size", "--output", "sizes.json"]) == 0
+    assert (
+        entry.exit_code(partial(tune.main, "numerals"), ["batch_size", "--output", "sizes.json"])
+        == 0
+    )
     facts = json.loads(Path("sizes.json").read_text())
     assert facts["limited_by"] == "the training set has no more samples"
     assert [row["batch_size"] for row in facts["sizes"]] == [16, 20, 32, 64, 128, 200]
@@ -566,7 +590,11 @@ def test_tune_lr_suggests_a_rate_that_trains_and_touches_no_run(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        entry.exit_code(tune.main, [*SMALL, "lr", "--output", "curve.csv", "--steps", "100"]) == 0
+        entry.exit_code(
+            partial(tune.main, "numerals"),
+            [*SMALL, "lr", "--output", "curve.csv", "--steps", "100"],
+        )
+        == 0
     )
     told = capsys.readouterr().out
     suggested = float(told.split("--model.lr ")[1].split()[0])
@@ -575,13 +603,22 @@ def test_tune_lr_suggests_a_rate_that_trains_and_touches_no_run(
     assert lines[0].startswith("lr,loss")
     assert len(lines) <= 101
     assert sorted(os.listdir()) == ["curve.csv", "tune_lr.png"]
+    # It replaces its own picture, and no other one of that name.
+    assert str(tune.read_options(["lr"]).plot) == "tune_lr.png"
+    Path("tune_lr.png").write_bytes(b"x")
+    with pytest.raises(UserError, match=r"tune_lr\.png was not written by this command"):
+        tune.read_options(["lr"])
+    assert str(tune.read_options(["lr", "--plot", "tune_lr.png"]).plot) == "tune_lr.png"
 
 
 def test_an_optimizer_without_a_learning_rate_is_told(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert (
-        entry.exit_code(tune.main, ["lr", "--model", "tests.other_tasks.OwnPace", "--data", "null"])
+        entry.exit_code(
+            partial(tune.main, "numerals"),
+            ["lr", "--model", "tests.other_tasks.OwnPace", "--data", "null"],
+        )
         == 2
     )
     assert (
@@ -631,7 +668,7 @@ def test_help_is_quick_for_it_imports_no_torch() -> None:
 def test_bad_input_is_one_line_and_exit_code_2(
     words: list[str], message: str, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert entry.exit_code(tune.main, words) == 2
+    assert entry.exit_code(partial(tune.main, "numerals"), words) == 2
     (line,) = [
         line for line in capsys.readouterr().err.splitlines() if not line.startswith("batch size")
     ]
@@ -673,7 +710,8 @@ def test_on_a_gpu_a_memory_limit_is_kept_to_and_memory_is_free_between_tries(
 def test_tune_batch_size_on_a_gpu(workplace: Path) -> None:
     assert (
         entry.exit_code(
-            tune.main, ["batch_size", "--data.source", "sample", "--output", "sizes.json"]
+            partial(tune.main, "numerals"),
+            ["batch_size", "--data.source", "sample", "--output", "sizes.json"],
         )
         == 0
     )

@@ -15,6 +15,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,16 @@ import yaml
 from torch import nn
 
 from numerals.fit import job as fit
-from unbroken.commands import test as test_command
+from tests.commands import checkpoint
+from tests.example_packages import LACKING
 from unbroken.cli import start as entry
-from unbroken.trust import guard as trust
 from unbroken.cli.cli import configure
 from unbroken.cli.read_checkpoint import load
 from unbroken.cli.refusals import refusals_as_errors
-from unbroken.trust.guard import Guard, guarded, trusted_names
+from unbroken.commands import test as test_command
+from unbroken.commands.export import command as export
+from unbroken.commands.predict import command as predict
+from unbroken.errors import UserError, without_control_characters
 from unbroken.storage import own_runs
 from unbroken.storage.bounded_reading import BoundedMaking, length_of_range
 from unbroken.storage.checkpoint_files import (
@@ -43,11 +47,8 @@ from unbroken.storage.checkpoint_files import (
     read,
     record,
 )
-from unbroken.errors import UserError, without_control_characters
-from unbroken.commands.export import command as export
-from unbroken.commands.predict import command as predict
-from tests.commands import checkpoint
-from tests.example_packages import LACKING
+from unbroken.trust import guard as trust
+from unbroken.trust.guard import Guard, guarded, trusted_names
 
 STRANGE = "strange.ckpt"
 CANARY = "canary"
@@ -287,7 +288,11 @@ def test_a_strangers_class_is_refused_before_it_is_imported(
     monkeypatch.syspath_prepend(str(tmp_path / "elsewhere"))
     keys, value = PLACES[place]
     forge(trained, keys, filled(value, name))
-    mains = [fit.main] if keys.startswith("trainer") else [fit.main, test_command.main]
+    mains = (
+        [fit.main]
+        if keys.startswith("trainer")
+        else [fit.main, partial(test_command.main, "numerals")]
+    )
     for main in mains:
         line = error_of(capsys, main, "--ckpt_path", STRANGE)
         assert name in line
@@ -410,7 +415,7 @@ PACKAGES = ("torch", "torchvision", "torchmetrics", "lightning")
 
 
 def test_a_sample_of_every_class_is_listed_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    names = every_name((*PACKAGES, "project", "tests", "subprocess", "os", "shutil", "pickle"))
+    names = every_name((*PACKAGES, "numerals", "tests", "subprocess", "os", "shutil", "pickle"))
     sample = random.Random(15).sample(names, 60)
     sample += ["torch.nn.Linear", "torch.nn.ReLU", "torchvision.models.resnet18"]
     counts = made_of(sample)
@@ -422,7 +427,7 @@ def test_a_sample_of_every_class_is_listed_or_refused(capsys: pytest.CaptureFixt
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 def test_every_class_is_listed_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    counts = made_of(every_name((*PACKAGES, "project", "tests", "subprocess", "os", "shutil")))
+    counts = made_of(every_name((*PACKAGES, "numerals", "tests", "subprocess", "os", "shutil")))
     with capsys.disabled():
         print(f"\n{counts}")
 
@@ -522,7 +527,7 @@ def test_a_class_of_an_installed_package_that_was_typed_needs_no_flag_later(
     assert fit.main(["--run_name", "mine", "--ckpt_path", "auto", "--max_epochs", "2"]) == 0
     best = "checkpoints/mine/best.ckpt"
     assert test_command.main("numerals", ["--ckpt_path", best]) == 0
-    assert load(Path(best)).module.network[1].out_features == 10
+    assert load(fit, Path(best)).module.network[1].out_features == 10
     shutil.copy(best, "copied.ckpt")
     assert test_command.main("numerals", ["--ckpt_path", "copied.ckpt"]) == 0
 

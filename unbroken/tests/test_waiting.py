@@ -16,13 +16,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from unbroken.machine import threads
-from unbroken.machine import waiting as module
+from tests.commands import SMALL, checkpoint, command, facts_of_a_short_run, run, start, summary
 from unbroken.cli import trainer_flags as engine_trainer
 from unbroken.cli.trainer_flags import build_trainer
-from unbroken.run.progress import closing_lines
+from unbroken.machine import threads
+from unbroken.machine import waiting as module
 from unbroken.machine.waiting import Shares, Waiting, waiting
-from tests.commands import SMALL, checkpoint, command, facts_of_a_short_run, run, start, summary
+from unbroken.run.progress import closing_lines
 
 
 @pytest.fixture(autouse=True)

@@ -25,14 +25,6 @@ from lightning.pytorch import LightningModule, Trainer
 from torch.utils.data import DataLoader
 
 from numerals.fit import job as fit
-from unbroken.stopping import signals
-from unbroken.checkpoint.following import Best
-from unbroken.run_folder import RunFolder as Run
-from unbroken.errors import UserError
-from unbroken.results.facts import Summary
-from unbroken.loggers import wandb as wandb_logging
-from unbroken.loggers.wandb import WandbRunLogger, make_wandb_logger, sync_command
-from unbroken.results.run_result import RunResult as RunRecord
 from tests.commands import (
     REPORTED,
     SMALL,
@@ -48,11 +40,22 @@ from tests.commands import (
 )
 from tests.reported import MONITORED, of_type, reported_run, wandb_folders, wandb_records
 from tests.wandb_server import StandIn
+from unbroken.checkpoint.following import Best
+from unbroken.cli.program import Program
+from unbroken.errors import UserError
+from unbroken.loggers import wandb as wandb_logging
+from unbroken.loggers.wandb import WandbRunLogger, make_wandb_logger, sync_command
+from unbroken.results.facts import Summary
+from unbroken.results.run_result import RunResult as RunRecord
+from unbroken.run_folder import RunFolder as Run
+from unbroken.stopping import signals
 
 EVERY_CPU_METRIC = {
     *("train/loss", "train/accuracy", "val/loss", "val/accuracy", "test/loss", "test/accuracy"),
     *MONITORED,
 }
+
+PROGRAM = Program("numerals", wandb_project="mnist-lightning")
 
 
 @pytest.fixture(autouse=True)
@@ -139,8 +142,6 @@ def test_pictures_and_tables_are_those_of_the_report() -> None:
         "staged files belong beside the run"
     )
     assert list((folder / "files/media/html").glob("report_*.html"))
-
-
 
 
 def test_best_checkpoint_waits_offline_as_an_artifact_that_later_runs_do_not_change(
@@ -372,7 +373,7 @@ def test_what_wandb_would_refuse_is_an_error(
     with pytest.raises(UserError) as refused:
         logger_in(tmp_path, {})
     assert str(refused.value) == said
-    without: Any = SimpleNamespace(trackers=["tensorboard"], resolved={})
+    without: Any = SimpleNamespace(trackers=["tensorboard"], resolved={}, program=PROGRAM)
     assert make_wandb_logger(without, Run(tmp_path, run_id="id"), Best()) is None
 
 
@@ -433,7 +434,7 @@ def _wandb_leaves_no_trace(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> I
 
 
 def logger_in(folder: Path, config: dict[str, Any]) -> WandbRunLogger | None:
-    settings: Any = SimpleNamespace(trackers=["wandb"], resolved=config)
+    settings: Any = SimpleNamespace(trackers=["wandb"], resolved=config, program=PROGRAM)
     return make_wandb_logger(settings, Run(folder, run_id="id"), Best())
 
 
@@ -846,7 +847,7 @@ def test_wandbs_own_functions_work_in_every_hook_of_a_module(
 
 @pytest.mark.usefixtures("_wandb_leaves_no_trace")
 def test_wandbs_own_functions_work_without_any_logger(tmp_path: Path) -> None:
-    settings: Any = SimpleNamespace(trackers=[], resolved={})
+    settings: Any = SimpleNamespace(trackers=[], resolved={}, program=PROGRAM)
     assert make_wandb_logger(settings, Run(tmp_path, run_id="id"), Best()) is None
     wandb.log({"own/loss": 1.0})
     assert wandb.run is not None

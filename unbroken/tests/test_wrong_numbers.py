@@ -11,9 +11,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from unbroken.run import main_job as fit, wrong_numbers
-from unbroken.cli import start as entry
+from numerals.fit import job as fit
 from tests.commands import summary
+from unbroken.cli import start as entry
+from unbroken.run import wrong_numbers
 
 QUICK = ["--model.class_path", "tests.typed_settings.Typed"]
 QUICK += ["--data.class_path", "tests.typed_settings.Numbers", "--accelerator", "cpu"]
@@ -114,8 +115,6 @@ def test_numbers_that_are_not_finite_leave_no_room_for_advice(
     assert advice in capsys.readouterr().out
     assert fit.main([*QUICK, "--run_name", "wrong", "--model.lr", "1e30"]) == 0
     assert advice not in capsys.readouterr().out
-
-
 
 
 def test_a_loss_that_is_never_a_number_makes_no_best(capsys: pytest.CaptureFixture[str]) -> None:

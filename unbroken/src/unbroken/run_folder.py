@@ -23,11 +23,13 @@ from unbroken.mirror.mirror import OWNER_FILE, Mirror
 from unbroken.mirror.store import is_address
 from unbroken.mirror.visiting import fetch_checkpoint
 from unbroken.stopping.ranks import is_rank_zero, say
-from unbroken.storage.checkpoint_files import read
+from unbroken.storage.checkpoint_files import read, read_or_reason, record_in
 from unbroken.storage.files import write_atomically
 from unbroken.storage.run_files import newest_whole
 
 ROOT = Path("checkpoints")
+# Stands in config.yaml for the folder of whichever run it is that the file is used for
+RUN_FOLDER = "{run_folder}"
 LATEST = "latest"
 RUN_ID = "run-id.txt"
 LOCK = ".lock"
@@ -36,6 +38,8 @@ WANDB_LOG = "debug-core.log"
 CONFIG = "config.yaml"
 # What systems answer where a file system has no locks, such as some network drives
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)
+# How write_atomically calls a file until it is whole
+PART = re.compile(r"\..+\.\d+\.part")
 RUN_NAME = re.compile(r"\w[\w.\-+=@ ]{0,99}")
 
 
@@ -103,7 +107,9 @@ class RunFolder:
         self._created = is_new
         write_atomically(self.run_id + "\n", self.folder / RUN_ID)
         for stale in self.folder.glob(".*.part"):
-            stale.unlink(missing_ok=True)
+            # A name of another form is none of a file that a run writes.
+            if PART.fullmatch(stale.name) and stale.is_file():
+                stale.unlink(missing_ok=True)
         if self.mirror is not None:
             self.mirror.begin(self.run_id)
 
@@ -144,8 +150,7 @@ class RunFolder:
         self.release()
         shutil.rmtree(self.folder, ignore_errors=True)
         latest = self.folder.parent / LATEST
-        if latest.is_symlink() and not latest.exists():
-            # The link led to this run.
+        if latest.is_symlink() and os.readlink(latest) == self.name:
             latest.unlink()
             other = newest_run(self.folder.parent)
             if other is not None:
@@ -208,18 +213,58 @@ def refuse_pipes(folder: Path) -> None:
                 )
 
 
+def refuse_files_of_others(folder: Path) -> None:
+    """A UserError if a folder holds files and is no run's: a run that starts afresh there would
+    replace those that have the names of its own.
+
+    A whole checkpoint makes it a run's folder, too: somebody has copied it.
+    """
+    names = sorted(path.name for path in folder.glob("[!.]*"))
+    if not names or read_run_id(folder):
+        return
+    if newest_whole(folder / "last.ckpt", folder / "best.ckpt")[0] is None:
+        raise UserError(
+            f"--run_name {folder.name}: {folder} is no run's folder: it holds {names[0]}, and no"
+            f" {RUN_ID}. Name the run otherwise."
+        )
+
+
+def refuse_checkpoints_of_others(folder: Path) -> None:
+    """A UserError if ``last.ckpt`` or ``best.ckpt`` in a folder that is no run's was saved by
+    another program: a run there would replace it.
+    """
+    if read_run_id(folder):
+        return
+    for path in (folder / "last.ckpt", folder / "best.ckpt"):
+        if path.exists():
+            checkpoint, reason = read_or_reason(path)
+            if reason is not None or not record_in(checkpoint):
+                raise UserError(
+                    f"{path} was not saved by a run of this folder, and would be replaced. Move it"
+                    " away, or name another folder."
+                )
+
+
 def point_latest_at(folder: Path) -> None:
     """Make ``checkpoints/latest`` a link to this run, in one step. It is for people; no command
-    reads it.
+    reads it. What lies there and is no link to a run stays.
     """
+    latest = folder.parent / LATEST
+    if os.path.lexists(latest) and not (latest.is_symlink() and is_name(os.readlink(latest))):
+        return
     link = folder.parent / f".{LATEST}.{os.getpid()}"
     # A file system without symbolic links has no such link; the newest run is found by its files.
     with contextlib.suppress(OSError, NotImplementedError):
         link.symlink_to(folder.name)
         try:
-            os.replace(link, folder.parent / LATEST)
+            os.replace(link, latest)
         except OSError:
             link.unlink()
+
+
+def is_name(target: str) -> bool:
+    """Whether a link's target is a name in the same folder, as that of a run is."""
+    return os.path.basename(target) == target
 
 
 def newest_run(root: Path) -> Path | None:
@@ -246,6 +291,8 @@ def choose(
     new run's folder, and with a mirror the lease of the run and what is brought from there.
     """
     _check_names(root, run_name)
+    if ckpt_path == "auto" and run_name is not None:
+        refuse_files_of_others(root / run_name)
     if mirror is None:
         run = _choose_here(root, run_name, ckpt_path)
         goes_on = run.checkpoint is not None and not run.finished
@@ -257,7 +304,7 @@ def choose(
     if ckpt_path == "auto" and run_name is not None:
         folder = (root / run_name).absolute()
         mirror.claim(folder, last_owner(folder))
-        notes = mirror.bring()
+        notes = mirror.bring(read_run_id(folder))
         run = _choose_here(root, run_name, ckpt_path)
         run.notes[:0] = notes
         return run
@@ -297,7 +344,7 @@ def _choose_here(root: Path, run_name: str | None, ckpt_path: str | None) -> Run
     checkpoint = find_checkpoint(ckpt_path, root, run_name)
     home = checkpoint.resolve().parent
     folder = root / run_name if run_name else home
-    if home == folder.resolve() and (folder / CONFIG).exists():
+    if home == folder.resolve() and (folder / CONFIG).exists() and read_run_id(folder):
         return RunFolder(folder, checkpoint, finished=_is_finished(checkpoint))
     # The checkpoint is of another run, or of no run: a new run starts from it.
     return replace(_new(root, run_name), checkpoint=checkpoint)

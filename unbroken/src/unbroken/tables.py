@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import math
+import mmap
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,9 @@ Row = Mapping[str, Any]
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 # Of a longer list, such as a mask, the terminal shows the first values; a file holds all.
 MOST_SHOWN = 16
+# What a picture says of itself, as matplotlib's metadata, and how that stands in a PNG file
+MADE_BY = {"Software": __name__.split(".")[0]}
+MARK_OF_PICTURE = b"Software\0" + MADE_BY["Software"].encode()
 # A number beyond it cannot be averaged or drawn.
 LARGEST_NUMBER = 1e100
 
@@ -63,6 +67,22 @@ def check_output(
             f"{option} must be a file you may write, got {path}. Choose another folder."
         )
     return path
+
+
+def refuse_file_of_others(path: Path, mark: bytes, option: str) -> None:
+    """A UserError if a file that would be replaced holds anything without this command's ``mark``.
+
+    It is for names that nobody has typed: a file that an option names is the user's to replace.
+    """
+    if not path.is_file() or path.stat().st_size == 0:
+        return
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        is_own = data.find(mark) >= 0
+    if not is_own:
+        raise UserError(
+            f"{path} was not written by this command, and would be replaced. Move it away, or name"
+            f" another place with {option}."
+        )
 
 
 def can_be_written(path: Path) -> bool:

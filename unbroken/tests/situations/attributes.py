@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric
 
-from unbroken.tasks.supervised import SupervisedModule
 from tests.situations.situation import Task, add, table
+from unbroken.tasks.supervised import SupervisedModule
 
 
 class Collects(Task):
@@ -169,8 +169,6 @@ class CountingSubclass(SupervisedModule):
 
 
 add("subclass_and_its_data_module_count_in_attributes", CountingSubclass, data=CountingData)
-
-
 
 
 class Teacher(Task):

@@ -26,11 +26,11 @@ from lightning.pytorch.trainer import call
 from torch.utils._pytree import tree_leaves
 
 import tests.situations
+from tests.situations.situation import SITUATIONS, Situation
 from unbroken import ExactCheckpoint
 from unbroken.parts.attributes import copied, plain_attributes
 from unbroken.parts.generators import random_state
 from unbroken.parts.rows import MetricRows
-from tests.situations.situation import SITUATIONS, Situation
 
 
 class Rows(Logger):

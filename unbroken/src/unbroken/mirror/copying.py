@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
 from unbroken.mirror.lease import Lease
-from unbroken.mirror.manifest import FOLDER, NAME, Entry, Manifest, digest_of, parse
+from unbroken.mirror.manifest import BEGUN, NAME, Entry, Manifest, digest_of, parse
 from unbroken.mirror.save import Save
 from unbroken.mirror.store import Store, one_line
 from unbroken.stopping import signals
@@ -64,7 +65,7 @@ class Copying:
         # Saves in the mirror, the newest last; None until the store was asked
         self._kept: list[Manifest] | None = None
         self._number = 0
-        # What earlier processes have left, to be removed after the first save of this one
+        # What copies have left that were broken off, to be removed after the next save
         self._leftovers: list[str] = []
         self._last_move = time.monotonic()
         self._says_that_old_ones_stay = False
@@ -222,6 +223,10 @@ class Copying:
             place = entry.place(name)
             if place not in there and place not in new:
                 new[place] = save.files[name]
+        self._number += 1
+        owner = self.lease.owner
+        manifest = Manifest(self._number, save.step, self.run_id, owner, time.time(), entries)
+        self._name_before_copying(manifest, set(new))
         self.moved = 0
         self.total = sum(held.size for held in new.values())
         for place, held in new.items():
@@ -229,13 +234,18 @@ class Copying:
             self._note_part(0)
         if not self.lease.is_mine(self.store):
             raise TakenOver
-        number = self._number + 1
-        owner = self.lease.owner
-        manifest = Manifest(number, save.step, self.run_id, owner, time.time(), entries)
         self.store.write(manifest.name, manifest.to_bytes())
-        self._number += 1
         self._damaged -= new.keys()
         self._remove_old([*kept, manifest])
+
+    def _name_before_copying(self, manifest: Manifest, new: set[str]) -> None:
+        """Say in the store which contents come, so that they can be told from files of others if
+        the copy is broken off.
+        """
+        # A copy that is tried again has said so.
+        if not new <= set(self._leftovers):
+            self.store.write(manifest.begun_name, manifest.to_bytes())
+            self._leftovers += [*sorted(new), manifest.begun_name]
 
     def _note_part(self, count: int) -> None:
         self.moved += count
@@ -246,16 +256,24 @@ class Copying:
     def _known_saves(self) -> list[Manifest]:
         """The whole saves that the mirror holds, the oldest first."""
         if self._kept is None:
-            found = find_manifests(self.store)
-            self._number = max([number_in(name) for name in found], default=0)
-            readable = [each for each in found.values() if each is not None]
-            self._kept = [each for each in readable if self._is_there(each)][-KEPT:]
-            self._leftovers = self._what_is_left_over(self._kept, list(found))
+            own = self._own_manifests(find_manifests(self.store))
+            begun = self._own_manifests(find_begun(self.store))
+            self._number = max([manifest.number for manifest in (*own, *begun)], default=0)
+            self._kept = [each for each in own if self._is_there(each)][-KEPT:]
+            # What copies that were broken off have left, and damaged or older saves
+            for manifest in (*own, *begun):
+                if manifest not in self._kept:
+                    self._leftovers += [*sorted(manifest.places), manifest.name]
+            self._leftovers += [manifest.begun_name for manifest in begun]
         return self._kept
+
+    def _own_manifests(self, found: dict[str, Manifest | None]) -> list[Manifest]:
+        """Those that are whole, and of this run."""
+        return [each for each in found.values() if each is not None and each.run_id == self.run_id]
 
     def _is_there(self, manifest: Manifest) -> bool:
         """Whether a save's contents are there, by their sizes."""
-        if manifest.places & self._damaged or manifest.run_id != self.run_id:
+        if manifest.places & self._damaged:
             return False
         return all(
             self.store.size(entry.place(name)) == entry.size
@@ -270,14 +288,8 @@ class Copying:
         self._remove([name for name in self._leftovers if name not in needed])
         self._leftovers = []
         for manifest in saves[:-KEPT]:
-            self._remove([manifest.name, *(manifest.places - needed)])
-
-    def _what_is_left_over(self, kept: list[Manifest], manifests: list[str]) -> list[str]:
-        """What copies that were broken off have left, and damaged or older saves."""
-        needed = set().union(*(manifest.places for manifest in kept))
-        needed |= {manifest.name for manifest in kept}
-        contents = [f"{FOLDER}/{name}" for name in self.store.names(FOLDER)]
-        return [name for name in (*manifests, *contents) if name not in needed]
+            # What names the others goes last.
+            self._remove([*(manifest.places - needed), manifest.name])
 
     def _remove(self, names: list[str]) -> None:
         """Remove files. A store that allows no removal still takes copies."""
@@ -293,21 +305,24 @@ class Copying:
             self._says_that_old_ones_stay = True
 
 
-def number_in(name: str) -> int:
-    """The number of a save, in its manifest's name."""
-    found = NAME.fullmatch(name)
-    return int(found[1]) if found else 0
-
-
 def find_manifests(store: Store) -> dict[str, Manifest | None]:
     """The manifests in a run's mirror by their names, the oldest first; None for one that is not
     whole.
     """
-    names = sorted(name for name in store.names() if NAME.fullmatch(name))
+    return _find(store, NAME)
+
+
+def find_begun(store: Store) -> dict[str, Manifest | None]:
+    """The same of saves that were begun to be copied, and perhaps never ended."""
+    return _find(store, BEGUN)
+
+
+def _find(store: Store, pattern: re.Pattern[str]) -> dict[str, Manifest | None]:
+    names = sorted(name for name in store.names() if pattern.fullmatch(name))
     found = {}
     for name in names:
         manifest = parse(store.read(name))
-        if manifest is not None and manifest.name != name:
+        if manifest is not None and name not in (manifest.name, manifest.begun_name):
             # Somebody has put it in another one's place.
             manifest = None
         found[name] = manifest

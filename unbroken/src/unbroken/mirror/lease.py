@@ -157,6 +157,15 @@ def whole_lease(store: Store) -> bytes | None:
     return found
 
 
+def is_there(store: Store) -> bool:
+    """Whether there is a lease. Another file of that name is none: somebody else wrote it."""
+    try:
+        content = json.loads(whole_lease(store) or b"")
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and set(content) == {"owner", "machine", "renewed"}
+
+
 def owner_in(data: bytes | None) -> str | None:
     """The owner that a lease names; an empty text where it names none; None without a lease."""
     if data is None:

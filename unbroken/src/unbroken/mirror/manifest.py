@@ -3,12 +3,17 @@
 Layout of a run in a mirror::
 
     files/<SHA-256>.ckpt            contents; a name is never used for other contents
+    begun-00000012-<owner>.json     what save 12 will be; written before its contents
     manifest-00000012-<owner>.json  which of them make up save 12; written when all are there
     lease.json                      which process trains the run now, see lease.py
 
 So best.ckpt is copied again only when it changes, and last.ckpt not at all where it is the best. A
 manifest is a new file as well, and holds a digest of itself: one that was cut off is none. The
 newest two are kept, so that there is a whole save behind each one that turns out to be damaged.
+
+A run removes what a manifest of its own names, and nothing else: the folder may hold files of the
+user's. So contents are named before they are written, and a manifest goes after what it names. What
+a copy leaves that was broken off is named by its ``begun-`` file, which goes with the next save.
 """
 
 from __future__ import annotations
@@ -34,9 +39,10 @@ SMALL_FILES = (
 MIRRORED = (*SMALL_FILES, *CHECKPOINTS)
 FOLDER = "files"
 NAME = re.compile(r"manifest-(\d{8,12})-([0-9a-f]{8})\.json")
+BEGUN = re.compile(r"begun-(\d{8,12})-([0-9a-f]{8})\.json")
 RUN_ID = re.compile(r"\w[\w.\-]{0,63}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
-# A manifest has about 1,500 bytes. A longer one is none of ours.
+# A manifest has about 1,500 bytes, and a lease 100. What is longer is none of ours.
 LONGEST = 100_000
 # A file of a later time cannot be made everywhere.
 LAST_TIME = 2.0**32
@@ -59,7 +65,7 @@ class Entry:
 class Manifest:
     """The files of one save."""
 
-    # Counts the saves of a run in this mirror
+    # Counts the copies of a run to this mirror, with those that were broken off
     number: int
     # The optimizer step of the checkpoint that a resume would take
     step: int
@@ -76,6 +82,11 @@ class Manifest:
     def name(self) -> str:
         """Its own name in the mirror."""
         return f"manifest-{self.number:08d}-{self.owner[:8]}.json"
+
+    @property
+    def begun_name(self) -> str:
+        """Its name in the mirror until its contents are there."""
+        return f"begun-{self.number:08d}-{self.owner[:8]}.json"
 
     @property
     def places(self) -> set[str]:

@@ -18,6 +18,7 @@ from unbroken.errors import UserError, require
 from unbroken.mirror.copying import Copying
 from unbroken.mirror.lease import Lease
 from unbroken.mirror.manifest import CHECKPOINTS, MIRRORED, Manifest
+from unbroken.mirror.place import refuse_a_place_of_others
 from unbroken.mirror.reading import Damaged, is_mirrored, newest_files, saves_in
 from unbroken.mirror.save import Save
 from unbroken.mirror.store import Store, is_address, without_password
@@ -78,28 +79,40 @@ class Mirror:
             dead_owner: What ``.mirror-owner`` in that folder says, if no process has its lock.
 
         Raises:
-            UserError: Another process trains the run; or the address is of no known kind, its
-                package is not installed, or the store does not answer as it should.
+            UserError: Another process trains the run; or what lies at its place is no mirror; or
+                the address is of no known kind, its package is not installed, or the store does
+                not answer as it should.
         """
         if self._lease is not None:
             return
         root = Store(self.url)
         place = root.local_folder
-        if place is not None and place.resolve() == folder.parent.resolve():
-            raise UserError(
-                f"--mirror must be another folder than the runs', got {self.shown}: a mirror there"
-                " would be lost with them."
-            )
+        if place is not None:
+            runs = folder.parent.resolve()
+            if place.resolve() == runs or place.resolve().is_relative_to(runs / folder.name):
+                raise UserError(
+                    f"--mirror must be another folder than the runs', got {self.shown}: a mirror"
+                    " there would be lost with them."
+                )
         self._folder = folder
         self._store = root.below(folder.name)
+        try:
+            refuse_a_place_of_others(root, folder.name)
+        except UserError:
+            raise
+        except Exception as error:
+            raise root.unusable(error) from error
         self._lease = Lease(self._store, folder.name)
         # Where a start fails before training, whoever comes next need not wait.
         atexit.register(self.release)
         with self._errors_at_the_start(self._store):
             self._lease.claim(dead_owner)
 
-    def bring(self) -> list[str]:
+    def bring(self, run_id: str) -> list[str]:
         """Put the newest whole save into the local folder, if it is ahead of what lies there.
+
+        Args:
+            run_id: The id of the run in the local folder; empty where there is none.
 
         Returns:
             What was done, a line each.
@@ -111,12 +124,15 @@ class Mirror:
         store = self._open_store()
         self.was_asked = True
         with self._errors_at_the_start(store):
-            return self._bring(store)
+            return self._bring(store, run_id)
 
-    def _bring(self, store: Store) -> list[str]:
+    def _bring(self, store: Store, run_id: str) -> list[str]:
         saves = saves_in(store)
         if not saves and not is_mirrored(store):
             return []
+        if run_id:
+            # Its files would be replaced, also where it has no whole checkpoint.
+            self._refuse_another(saves, run_id)
         here = RunFiles(self._folder).newest_whole() if self._folder.is_dir() else None
         step = -1
         if here is not None:

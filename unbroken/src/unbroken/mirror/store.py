@@ -17,18 +17,19 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from unbroken.errors import UserError, nearest, without_control_characters
+from unbroken.mirror.manifest import LONGEST
 
-# What to install for a kind of address. The extras stand in pyproject.toml.
-EXTRAS = {
-    "s3": "mirror-s3",
-    "s3a": "mirror-s3",
-    "gs": "mirror-gs",
-    "gcs": "mirror-gs",
-    "az": "mirror-az",
-    "abfs": "mirror-az",
-    "abfss": "mirror-az",
-    "sftp": "mirror-sftp",
-    "ssh": "mirror-sftp",
+# What to install for a kind of address. The extras mirror-* in pyproject.toml bring the same.
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "sftp": "paramiko",
+    "ssh": "paramiko",
 }
 # These have no folders: to make one would make a bucket, perhaps of a name that was mistyped.
 WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"}
@@ -83,8 +84,8 @@ class Store:
             # Each object has a connection of its own: a stalled one must not hold up the others.
             files, root = url_to_fs(self.url, skip_instance_cache=True)
         except ImportError as error:
-            extra = EXTRAS.get(protocol)
-            how = f"pip install '.[{extra}]'" if extra else one_line(error)
+            package = PACKAGES.get(protocol)
+            how = f"pip install {package}" if package else one_line(error)
             raise UserError(
                 f"{self.option} {self.shown} needs a package that is not installed: {how}."
             ) from None
@@ -99,7 +100,7 @@ class Store:
             ) from None
         except Exception as error:
             raise self.unusable(error) from None
-        self._has_folders = protocol not in WITHOUT_FOLDERS
+        self.has_folders = protocol not in WITHOUT_FOLDERS
         return files, str(root).rstrip("/")
 
     def unusable(self, error: BaseException) -> UserError:
@@ -122,18 +123,34 @@ class Store:
 
     def names(self, folder: str = "") -> list[str]:
         """The names of what lies in the folder, or in a folder in it; none where there is none."""
+        return sorted(self.kinds(folder))
+
+    def kinds(self, folder: str = "") -> dict[str, str]:
+        """What lies in the folder, or in a folder in it: names, each with ``file``, ``directory``,
+        or ``other`` for a link, a pipe and the like.
+        """
         self._files.invalidate_cache()
         try:
-            paths = self._files.ls(self._path(folder), detail=False)
+            found = self._files.ls(self._path(folder), detail=True)
         except (FileNotFoundError, NotADirectoryError):
-            return []
-        return sorted({str(path).rstrip("/").rpartition("/")[2] for path in paths})
+            return {}
+        kinds = {}
+        for each in found:
+            is_plain = each["type"] in ("file", "directory") and not each.get("islink")
+            name = str(each["name"]).rstrip("/").rpartition("/")[2]
+            kinds[name] = str(each["type"]) if is_plain else "other"
+        return kinds
 
     def read(self, name: str) -> bytes | None:
-        """A small file; None where there is none."""
-        self._files.invalidate_cache()
+        """A small file; None where there is none. Of a large one, which is none of ours, no more
+        than ``LONGEST`` bytes and one are read.
+        """
+        size = self.size(name)
+        # Some stores refuse to read a range of an empty file.
+        if not size:
+            return None if size is None else b""
         try:
-            return bytes(self._files.cat_file(self._path(name)))
+            return bytes(self._files.cat_file(self._path(name), start=0, end=LONGEST + 1))
         except FileNotFoundError:
             return None
 
@@ -206,7 +223,7 @@ class Store:
         self._files.get_file(self._path(name), os.fspath(path))
 
     def _make_folder_of(self, path: str) -> None:
-        if not self._has_folders:
+        if not self.has_folders:
             raise FileNotFoundError("there is no such bucket or container")
         self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
 

@@ -62,6 +62,8 @@ class Run:
             parts=[MetricRows(self.metrics_csv)],
             run_id=run_folder.run_id,
             changed=bool(run_folder.changes),
+            seed=self.config.seed,
+            chosen=self.config.chosen,
             requeue_signal=requeue_signal(as_list(self.config.trainer["plugins"])),
             mirror=run_folder.mirror,
         )
@@ -86,7 +88,7 @@ class Run:
     @cached_property
     def progress(self) -> Callback | None:
         """A line for each epoch, with a bar on a terminal; None where it is switched off."""
-        return progress_callback(self.flags)
+        return progress_callback(self.config.program.command("fit"), self.flags)
 
     @property
     def typed_callbacks(self) -> list[Callback]:
@@ -145,4 +147,4 @@ class Job(Program):
         flags["callbacks"] = [*hooked, *listed, *extra]
         flags["logger"] = loggers
         flags["default_root_dir"] = run.folder
-        return build_trainer(flags)
+        return build_trainer(flags, config.chosen)

@@ -120,10 +120,12 @@ class EpochLines(Callback):
     the module has logged.
 
     Args:
+        fit: The command that trains, such as ``python -m project.fit``.
         bar: Whether to show the bar.
     """
 
-    def __init__(self, bar: bool = False) -> None:
+    def __init__(self, fit: str, bar: bool = False) -> None:
+        self.fit = fit
         self.wants_bar = bar
         self._bar = tqdm(disable=True)  # which shows nothing
         self._began: float | None = None
@@ -155,7 +157,7 @@ class EpochLines(Callback):
         self._print_epoch(trainer)
         if trainer.should_stop:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                say(*_why_it_stopped(callback, trainer))
+                say(*self._why_it_stopped(callback, trainer))
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -177,6 +179,18 @@ class EpochLines(Callback):
             tqdm.write(_wrapped(parts))
         else:
             say("  ".join(parts))
+
+    def _why_it_stopped(self, callback: Callback, trainer: Trainer) -> list[str]:
+        """What is printed where this callback has ended a training early."""
+        if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
+            reason = callback.stopping_reason_message.removesuffix("Signaling Trainer to stop.")
+            return [f"stopped early: {' '.join(reason.split())}"]
+        if isinstance(callback, Timer) and (callback.time_remaining() or 0) < 0:
+            folder = Path(trainer.default_root_dir)
+            step = trainer.global_step
+            go_on = stopped_lines(self.fit, folder, step, step, " --max_time DD:HH:MM:SS")
+            return ["stopped early: --max_time is over.", *go_on]
+        return []
 
 
 def _shown_loss(trainer: Trainer) -> str:
@@ -208,23 +222,11 @@ def _wrapped(parts: Sequence[str]) -> str:
     return lines.replace(UNBREAKABLE, " ")
 
 
-def _why_it_stopped(callback: Callback, trainer: Trainer) -> list[str]:
-    """What is printed where this callback has ended a training early."""
-    if isinstance(callback, EarlyStopping) and callback.stopping_reason_message:
-        reason = callback.stopping_reason_message.removesuffix("Signaling Trainer to stop.")
-        return [f"stopped early: {' '.join(reason.split())}"]
-    if isinstance(callback, Timer) and (callback.time_remaining() or 0) < 0:
-        folder = Path(trainer.default_root_dir)
-        step = trainer.global_step
-        go_on = stopped_lines(folder, step, step, " --max_time DD:HH:MM:SS")
-        return ["stopped early: --max_time is over.", *go_on]
-    return []
-
-
-def progress_callback(flags: dict[str, Any]) -> Callback | None:
+def progress_callback(fit: str, flags: dict[str, Any]) -> Callback | None:
     """Lines of epochs, with a bar on a terminal; None where switched off, or the user has a bar.
 
     Args:
+        fit: See :class:`EpochLines`.
         flags: The Trainer's arguments. ``enable_progress_bar`` is changed: Lightning's own bar is
             shown only if the user has named one.
     """
@@ -233,7 +235,7 @@ def progress_callback(flags: dict[str, Any]) -> Callback | None:
     flags["enable_progress_bar"] = has_own
     if asked is False or has_own:
         return None
-    return EpochLines(bar=sys.stdout.isatty())
+    return EpochLines(fit, bar=sys.stdout.isatty())
 
 
 def stopped_lines(

@@ -2,8 +2,7 @@
 
 What happens, in order:
 
-1. A signal reaches any rank at any moment. Its handler (:mod:`unbroken.stopping.signals`) only notes
-   it.
+1. A signal reaches any rank at any moment. Its handler (signals.py) only notes it.
 2. At the end of the step (of the next one, with several ranks), :class:`Agreement` tells every rank
    the largest request of any rank.
 3. Before the next step, :class:`unbroken.checkpoint.exact_checkpoint.ExactCheckpoint` saves

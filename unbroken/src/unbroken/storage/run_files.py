@@ -180,7 +180,13 @@ class RunFiles:
             reason = f"{self.best} belongs to another run."
         if reason is None:
             return checkpoint, None
-        os.replace(self.best, self.best.with_suffix(".ckpt.set-aside"))
+        aside = self.best.with_suffix(".ckpt.set-aside")
+        number = 1
+        # One that was set aside before stays.
+        while os.path.lexists(aside):
+            number += 1
+            aside = self.best.with_suffix(f".ckpt.set-aside-{number}")
+        os.replace(self.best, aside)
         return {}, f"{reason} It was set aside;"
 
     def replace_damaged_last(self) -> None:

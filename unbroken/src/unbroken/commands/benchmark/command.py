@@ -15,7 +15,15 @@ from unbroken.cli.parser import CommandParser, add_output, take_word
 from unbroken.cli.program import folder_of
 from unbroken.cli.start import quick_imports
 from unbroken.errors import UserError, nearest, require
-from unbroken.tables import Row, check_output, flat, format_table, write_rows
+from unbroken.tables import (
+    MARK_OF_PICTURE,
+    Row,
+    check_output,
+    flat,
+    format_table,
+    refuse_file_of_others,
+    write_rows,
+)
 
 if TYPE_CHECKING:
     from unbroken.cli.cli import Configuration
@@ -129,6 +137,7 @@ def read_options(package: str, argv: list[str]) -> Namespace:
     check_at_least(0, "--workers", options.workers)
     if options.output and not options.plot:
         options.plot = check_output(options.output.with_suffix(".png"), (".png",), "--plot")
+        refuse_file_of_others(options.plot, MARK_OF_PICTURE, "--plot")
     return options
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from unbroken.tables import Row, format_cell
+from unbroken.tables import MADE_BY, Row, format_cell
 
 # Above this ratio of the largest to the smallest value, the axis is logarithmic.
 WIDE_RANGE = 50
@@ -26,7 +26,7 @@ def draw(path: Path, tables: dict[str, list[Row]], quantities: dict[str, str], t
         if drawn:
             draw_bars(axes, name, quantity, drawn)
     figure.suptitle(title, fontsize=7)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, metadata=MADE_BY)
 
 
 def draw_bars(axes: Axes, table: str, quantity: str, rows: Sequence[Row]) -> None:

@@ -26,13 +26,15 @@ from typing import TYPE_CHECKING, Any
 from unbroken.cli.parser import CommandParser, add_checkpoint
 from unbroken.cli.start import quick_imports
 from unbroken.errors import UserError, nearest, require
-from unbroken.tables import Row, check_output, format_table, write_rows
+from unbroken.tables import Row, check_output, format_table, refuse_file_of_others, write_rows
 
 if TYPE_CHECKING:
     from unbroken.cli.read_checkpoint import Loaded
 
 # The file of each format, and the packages that it needs and training does not
 FILES = {"onnx": "model.onnx", "pt2": "model.pt2", "safetensors": "model.safetensors"}
+# A key of what each file says of itself: without it, somebody else wrote the file.
+MARK = b"unbroken_version"
 PACKAGES = {
     "onnx": ("onnx", "onnxruntime", "onnxscript"),
     "pt2": (),
@@ -59,6 +61,8 @@ def main(package: str, argv: list[str]) -> int:
     checkpoint = find_checkpoint(args.ckpt_path)
     loaded = load_module(package, checkpoint, args)
     folder = Path(args.output_dir) if args.output_dir else checkpoint.parent
+    for name in args.formats:
+        refuse_file_of_others(folder / FILES[name], MARK, "--output_dir")
     if args.formats == ["safetensors"]:
         make_folder(folder)
         return export_weights(loaded, folder, args.output)
@@ -171,7 +175,7 @@ def check_packages(formats: Sequence[str]) -> None:
     if missing:
         raise UserError(
             f"export needs {', '.join(missing)}, which training does not. "
-            "Run pip install '.[export]', or leave formats out with --formats."
+            f"Run pip install {' '.join(missing)}, or leave formats out with --formats."
         )
 
 

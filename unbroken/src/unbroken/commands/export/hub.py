@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from unbroken import __version__, contract
+from unbroken import contract
 from unbroken.cli.plain_values import dump_yaml
 from unbroken.cli.read_checkpoint import Loaded
 from unbroken.commands.export.compare import as_bytes
@@ -26,6 +26,7 @@ from unbroken.commands.export.write import metadata
 from unbroken.errors import UserError, require
 from unbroken.results.facts import PACKAGES
 from unbroken.tables import format_metric, is_number
+from unbroken.version import __version__
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
@@ -60,10 +61,10 @@ def check_hub(text: str) -> Path:
     require(not folder.is_file(), "--hub", "be a folder", f"the file {text}")
     others = []
     if folder.is_dir():
-        others = sorted(name for name in os.listdir(folder) if name not in FILES)
+        names = sorted(os.listdir(folder))
         card = folder / CARD
-        if card.exists() and MARK not in card.read_text(encoding="utf-8", errors="replace"):
-            others.insert(0, CARD)
+        is_own = card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace")
+        others = [name for name in names if not is_own or name not in FILES]
     if others:
         raise UserError(
             f"--hub must be a new or empty folder, or one that --hub has written, got {text}, "
@@ -94,7 +95,8 @@ def write_hub(loaded: Loaded, folder: Path) -> None:
         (place / CONFIG).write_text(text + "\n", encoding="utf-8")
         (place / CARD).write_text(card(loaded), encoding="utf-8")
         check_loading(place, loaded)
-        for name in FILES:
+        # The card comes first: it says that the others are this command's.
+        for name in reversed(FILES):
             os.replace(place / name, folder / name)
 
 

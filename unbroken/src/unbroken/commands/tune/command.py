@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from unbroken.cli.parser import CommandParser, add_output, take_word
 from unbroken.cli.start import quick_imports
 from unbroken.errors import UserError, nearest, require
-from unbroken.tables import check_output, write_rows
+from unbroken.tables import MARK_OF_PICTURE, check_output, refuse_file_of_others, write_rows
 
 WHAT = ("lr", "batch_size")
 ABOVE_ZERO = ("min_lr", "max_lr", "max_batch_size", "memory_limit_gib", "max_step_seconds")
@@ -83,6 +83,7 @@ def read_options(package: str, argv: list[str]) -> Namespace:
     check_spelling(fit_flags, options)
     if not options.plot:
         options.plot = check_output(f"tune_{options.what}.png", (".png",), "--plot")
+        refuse_file_of_others(options.plot, MARK_OF_PICTURE, "--plot")
     # They are repeated in the advice.
     options.fit_flags = fit_flags
     return options

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from unbroken.cli.cli import Configuration
 from unbroken.machine import hardware
 from unbroken.results.facts import network_of
+from unbroken.tables import MADE_BY
 
 
 @contextlib.contextmanager
@@ -27,7 +28,7 @@ def picture(
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title_of(config, flags), fontsize=9)
-    figure.savefig(path, dpi=130)
+    figure.savefig(path, dpi=130, metadata=MADE_BY)
 
 
 def title_of(config: Configuration, flags: dict[str, Any]) -> str:

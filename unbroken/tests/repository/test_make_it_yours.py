@@ -15,10 +15,10 @@ import torch
 import wandb
 
 from numerals.fit import job as fit
-from unbroken.cli import start as entry
 from tests.commands import checkpoint, complete, rows, summary
 from tests.promises import ROOT
 from tests.reported import of_type, wandb_folders, wandb_records
+from unbroken.cli import start as entry
 
 PAGE = (ROOT / "docs" / "make_it_yours.md").read_text(encoding="utf-8")
 
@@ -283,9 +283,7 @@ def test_monitors_and_report_are_switched_off_and_on(
         assert not (run / "report.html").exists()
     assert measured == {chosen: {*chosen.split(",")} - {"none"} for chosen in CHOSEN}
     assert "--monitors must be any of" in error_of(capsys, [*LINE, *QUICK, "--monitors", "memry"])
-    told = train(
-        [*LINE, *QUICK, "--monitors", "none", "--max_epochs", "1"], name="told"
-    )
+    told = train([*LINE, *QUICK, "--monitors", "none", "--max_epochs", "1"], name="told")
     assert (told / "report.html").exists()
 
 
@@ -346,5 +344,3 @@ def test_wandbs_own_variables_reach_the_run(
     assert (record["project"], record["run_group"], record["notes"]) == ("mine", "study", "why")
     assert sorted(record["tags"]) == ["a", "b"]
     assert "val_loss" in Path("log.txt").read_text()
-
-

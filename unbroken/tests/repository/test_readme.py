@@ -28,7 +28,7 @@ from unbroken.parts.loaders import LoaderPositions
 from unbroken.parts.module import PlainBuffers
 
 PACKAGE = numerals.__name__
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 # What people read → its text. The pages beside the README are for those who change the project.
 PAGES = {
@@ -366,8 +366,6 @@ def test_the_library_snippet_gives_the_same_logits_for_both_kinds_of_images(fold
     assert tuple(logits.shape) == (8, 3)  # type: ignore[attr-defined]
     whole = (images * 255).round().byte()  # type: ignore[operator]
     torch.testing.assert_close(module(whole), module(whole / 255))
-
-
 
 
 # Words

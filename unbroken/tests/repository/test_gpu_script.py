@@ -76,5 +76,3 @@ def test_a_part_can_be_tried_out_on_a_cpu(tmp_path: Path, part: str) -> None:
         assert (
             json.loads((tmp_path / "out" / part / PARTS[part]).read_text())["git_commit"] == "abc"
         )
-
-

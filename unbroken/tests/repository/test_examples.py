@@ -19,7 +19,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 
 from numerals.fit import job as fit
-from unbroken.cli import start as entry
 from tests import made_data
 from tests.commands import checkpoint, complete
 from tests.example_packages import LACKING, NEEDS
@@ -30,6 +29,7 @@ from tests.promises import (
     TaskSuite,
     environment,
 )
+from unbroken.cli import start as entry
 
 CONFIGS = ROOT / "configs" / "examples"
 EXAMPLES = sorted(CONFIGS.glob("*.py"))
@@ -120,8 +120,6 @@ class TestFashionMNIST(PictureSuite):
         return [*example("fashion_mnist", folder), "--data.batch_size", "48"]
 
 
-
-
 @pytest.mark.nightly
 class TestTensorFiles(PictureSuite):
     @classmethod
@@ -172,8 +170,6 @@ class TestMultiLabel(TaskSuite):
         return [*example("multi_label"), "--max_epochs", "4"]
 
 
-
-
 @pytest.mark.nightly
 class TestSegmentation(PromiseSuite):
     monitor = "val/iou"
@@ -185,8 +181,6 @@ class TestSegmentation(PromiseSuite):
     @classmethod
     def arguments(cls, folder: Path) -> list[str]:
         return [*example("segmentation"), "--max_epochs", "2"]
-
-
 
 
 @pytest.mark.nightly
@@ -218,8 +212,6 @@ class TestFinetunedDigits(PromiseSuite):
         steps = {key: int(state["step"]) for key, state in optimizer["state"].items()}
         assert {steps[key] for key in body["params"]} == {20}
         assert {steps[key] for key in head["params"]} == {40}
-
-
 
 
 @pytest.mark.nightly
@@ -479,8 +471,6 @@ def test_the_notebook_runs_in_a_kernel_of_jupyter(tmp_path: Path) -> None:
         assert line in ended.stdout
 
 
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -508,9 +498,7 @@ def test_a_newcomers_mistake_is_told_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT))
-    made_data.make_picture_folder(
-        tmp_path / "data", ["bud", "fruit", "leaf"], train=30, test=3
-    )
+    made_data.make_picture_folder(tmp_path / "data", ["bud", "fruit", "leaf"], train=30, test=3)
     named = {name: str(CONFIGS / f"{name}.yaml") for name in ("png_folder", "fashion_mnist")}
     words = [named.get(word, word) for word in flags]
     if "--config" in flags and "--data.root" not in flags:
@@ -537,5 +525,3 @@ def test_fashion_mnist_reaches_090_on_the_full_set(
         fit.main([*example("fashion_mnist", Path(os.environ["FASHION_MNIST_ROOT"])), *where]) == 0
     )
     assert json.loads((tmp_path / "full" / "summary.json").read_text())["test/accuracy"] >= 0.90
-
-

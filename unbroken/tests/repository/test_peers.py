@@ -10,10 +10,11 @@ from types import ModuleType
 
 import pytest
 
+from numerals.fit import job as fit
 from unbroken.cli.cli import configure
 from unbroken.tables import flat
 
-COMPARE = Path(__file__).parents[2] / "docs" / "peers" / "compare.py"
+COMPARE = Path(__file__).parents[3] / "docs" / "peers" / "compare.py"
 SETTINGS = {
     "network": "MLP",
     "batch_size": 64,
