@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 import re
 from collections import Counter, OrderedDict
@@ -25,7 +24,7 @@ from unbroken.parts.module import SPARSE, device_of, give_plain_buffers, make_bu
 from unbroken.stopping.ranks import say
 from unbroken.storage import own_runs
 from unbroken.storage.bounded_reading import TooMuch, unpack
-from unbroken.storage.files import write_atomically
+from unbroken.storage.files import written_atomically
 
 MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple, set, torch.Size)
@@ -67,6 +66,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.restored: set[str] = set()
         # What the engine has added to the checkpoint that is saved now. None: it has added nothing.
         self.record: dict[str, Any] | None = None
+        # Takes a plain checkpoint and its path in the place of writing it here. None: it is written
+        # when :meth:`save_checkpoint` returns.
+        self.hand_over: Callable[[dict[str, Any], Path], None] | None = None
         self._has_told_left_out = False
 
     def save_checkpoint(
@@ -85,18 +87,25 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
         make_hyperparameters_plain(checkpoint)
         self._make_plain(checkpoint)
+        if self.hand_over is not None:
+            self.hand_over(checkpoint, target)
+        else:
+            self.write(checkpoint, target)
+
+    def write(self, checkpoint: dict[str, Any], target: Path) -> None:
+        """Write a plain checkpoint, which nobody changes meanwhile.
+
+        Raises:
+            NotWritten: The disk has no room, or does not answer as it should.
+            UserError: The file could not be read again.
+        """
         if record_in(checkpoint):
             sign(checkpoint, self._vouches)
-        buffer = io.BytesIO()
-        try:
-            torch.save(checkpoint, buffer)
-        except (MemoryError, RuntimeError) as error:
-            # As a UserError it becomes known to every rank, as what writing raises does.
-            raise UserError(f"{path} could not be saved: {type(error).__name__} {error}") from error
-        if not self._is_proved:
-            prove_it_can_be_read(buffer, target)
-            self._is_proved = True
-        write_atomically(buffer.getbuffer(), target)
+        with written_atomically(target) as beside:
+            save_to(checkpoint, beside)
+            if not self._is_proved:
+                prove_it_can_be_read(beside, target)
+                self._is_proved = True
 
     def _make_plain(self, checkpoint: dict[str, Any]) -> None:
         """Let a checkpoint hold plain values only.
@@ -187,10 +196,54 @@ def _attributes_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def prove_it_can_be_read(buffer: io.BytesIO, path: Path) -> None:
-    """A UserError if the file that would be written could not be used."""
+def save_to(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint straight to a file: no second copy of it is made in memory.
+
+    Raises:
+        OSError: The disk has no room, or fails.
+        UserError: There is no memory for it.
+    """
+    with open(path, "wb", buffering=0) as file:
+        whole = WholeWrites(file)
+        try:
+            torch.save(checkpoint, whole)
+        except (MemoryError, RuntimeError) as error:
+            if whole.failure is not None:
+                raise whole.failure from error
+            # As a UserError it becomes known to every rank, as what writing raises does.
+            raise UserError(f"{path} could not be saved: {type(error).__name__} {error}") from error
+
+
+class WholeWrites:
+    """A file as torch.save takes it, whose writes are whole: the system may write a part only.
+
+    PyTorch's writer turns an error of the file's into one of its own, which names no reason. So it
+    is kept here.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``; returns its bytes."""
+        rest = memoryview(data).cast("B")
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.failure = error
+            raise
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing: what was written is with the system."""
+
+
+def prove_it_can_be_read(written: Path, path: Path) -> None:
+    """A UserError if the file that was written beside ``path`` could not be used."""
     try:
-        unpack(buffer, len(buffer.getbuffer()))
+        unpack(written, written.stat().st_size)
     except Exception as error:
         if isinstance(error, MemoryError) or "t allocate memory" in str(error):
             # There is no room for a second copy. That says nothing about the file.
