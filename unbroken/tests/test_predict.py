@@ -606,7 +606,7 @@ def test_a_data_module_names_the_column_of_the_most_likely_class(tmp_path: Path)
     answers = [(torch.tensor([[0.25, 0.75]]), 1)]
     assert to_rows(loaded, answers)[0]["label"] == "elm"
     data.label_name = "species"
-    assert list(to_rows(loaded, answers)[0])[0] == "species"
+    assert next(iter(to_rows(loaded, answers)[0])) == "species"
 
 
 def test_help_and_typing_errors_come_before_torch() -> None:

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from tests.commands import checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
-
-from tests.commands import checkpoint
 from unbroken import ExactCheckpoint
 from unbroken.errors import NotSaved
 from unbroken.storage import checkpoint_files, files, run_files
