@@ -79,9 +79,9 @@ class MNISTClassifier(LightningModule):
             self.network.compile()
         tasks.register_mean_and_std(self, [0.1307], [0.3081])
 
-        measures = {"loss": partial(cross_entropy, reduction="none"), "accuracy": tasks.is_right}
-        self.train_means = tasks.RunningMeans(self, **measures)
-        self.eval_means = tasks.RunningMeans(self, **measures)
+        loss = partial(cross_entropy, reduction="none")
+        self.train_means = tasks.RunningMeans(self, loss=loss, accuracy=tasks.is_right)
+        self.eval_means = tasks.RunningMeans(self, loss=loss, accuracy=tasks.is_right)
 
     def setup(self, stage: str) -> None:
         self.train_means.reset()
@@ -121,8 +121,7 @@ class MNISTClassifier(LightningModule):
         )
         shape = self.schedule
         schedule = tasks.shaped_schedule(optimizer, shape, self.warmup_fraction, self.trainer)
-        each_step = {"scheduler": schedule, "interval": "step"}
-        return {"optimizer": optimizer, "lr_scheduler": each_step}
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
         if tasks.is_log_step(self.trainer, batch_idx):
