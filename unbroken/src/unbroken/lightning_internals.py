@@ -569,8 +569,8 @@ def memory_history(path: Path, max_entries: int) -> Iterator[None]:
 
 @contextmanager
 def operations_in(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Inside, each PyTorch operation is handed to ``call`` with its arguments, and returns what that
-    returns.
+    """Inside, each PyTorch operation is handed to ``call`` with its arguments. It returns what
+    ``call`` returns.
 
     Buys a count of the CPU's memory, before it is taken too. Public way missing: PyTorch has
     ``TorchDispatchMode`` in this module alone; ``TorchFunctionMode``, which is public, sees neither

@@ -79,7 +79,7 @@ def _resumed_configuration(
     ``run.changes``.
     """
     known = record(checkpoint, to_resume=True)
-    if not (known["is_own"] or is_trusted(line)):
+    if not (run.is_own or is_trusted(line)):
         raise UserError(
             f"--ckpt_path {checkpoint} has no seal of yours, and a resume takes over all that it"
             " says. If you trust it: --trust_checkpoint true, or share a key (UNBROKEN_KEY)."
@@ -159,7 +159,7 @@ def load(
         packages = (program.package, *program.own_code)
         base = Stranger(path, packages, line.given).settings(saved)
     leave_out_compiling_and_downloads(base)
-    with contextlib.nullcontext() if own else bounded_by(path):
+    with contextlib.nullcontext() if own else bounded_by(path, len(read(path)["state_dict"])):
         config = configure(program, "test", arguments, base)
         # Lightning loads only what is the user's.
         again = again and own

@@ -30,7 +30,7 @@ SIZES_OF_64 = 1
 
 
 class NoArchive(ValueError):
-    """The bytes are no archive as ``torch.save`` writes one: damaged, or made by another program."""
+    """The bytes are no archive of ``torch.save``: damaged, or made by another program."""
 
 
 @dataclass(frozen=True, slots=True)

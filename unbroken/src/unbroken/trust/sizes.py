@@ -16,29 +16,35 @@ from unbroken.lightning_internals import operations_in, takes_device
 # have buffers that are not saved. For a small one, some memory is free.
 MOST_TIMES = 3
 FREE_BYTES = 64 * 2**20
-# A tensor counts for this many bytes at least: its bookkeeping takes memory and time, however few
-# values it has.
-LEAST_BYTES = 4096
+# So many tensors may be made for each of the file, and so many in any case. To fill a layer with
+# random numbers takes a few.
+MOST_TENSORS = 20
+FREE_TENSORS = 1000
 
 
 @contextmanager
-def bounded_by(path: Path) -> Iterator[None]:
-    """Inside, the tensors that are made are no larger than the file's weights can fill.
+def bounded_by(path: Path, tensors: int) -> Iterator[None]:
+    """Inside, the tensors that are made are no more and no larger than the file's can fill.
 
     A configuration can name a layer of any size in few bytes, and any number of small ones. The
     memory of a tensor is counted before it is taken, at the one place where PyTorch makes tensors.
 
+    Args:
+        path: The file.
+        tensors: How many it holds.
+
     Raises:
-        UserError: They are larger.
+        UserError: They are more, or larger.
     """
     refusal = UserError(
         f"--ckpt_path {path}: its configuration makes larger layers than the file holds."
         " Give another checkpoint."
     )
     left = MOST_TIMES * path.stat().st_size + FREE_BYTES
+    tensors_left = MOST_TENSORS * tensors + FREE_TENSORS
 
     def count(operation: Any, arguments: Any, named: dict[str, Any]) -> Any:
-        nonlocal left
+        nonlocal left, tensors_left
         given = [each for each in arguments if isinstance(each, Tensor)]
         makes_new = not given and takes_device(operation)
         if makes_new:
@@ -47,16 +53,18 @@ def bounded_by(path: Path) -> Iterator[None]:
         if left < 0:
             raise refusal
         result = operation(*arguments, **named)
+        size = taken(result, given)
+        tensors_left -= size > 0
         if not makes_new:
-            left -= taken(result, given)
-        if left < 0:
+            left -= size
+        if min(left, tensors_left) < 0:
             raise refusal
         return result
 
     with operations_in(count):
         yield
     # What was made may have caught it.
-    if left < 0:
+    if min(left, tensors_left) < 0:
         raise refusal
 
 
@@ -65,10 +73,10 @@ def taken(result: Any, given: list[Tensor]) -> int:
     if not isinstance(result, Tensor):
         return 0
     if result.is_meta:
-        return max(LEAST_BYTES, result.numel() * result.element_size())
+        return result.numel() * result.element_size()
     if any(each is result or shares_memory(each, result) for each in given):
         return 0
-    return max(LEAST_BYTES, result.untyped_storage().nbytes())
+    return result.untyped_storage().nbytes()
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:

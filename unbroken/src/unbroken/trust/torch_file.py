@@ -45,6 +45,7 @@ DEEPEST = 200
 # Keys with the same hash make a dictionary slow. Tuples can be chosen so that they have.
 MOST_COLLISIONS = 1000
 LARGEST_KEY = 2**60
+LONGEST_KEY = 1000
 SCALARS = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 # A storage of torch.save, and the type of what is in it
 STORAGES = {
@@ -265,20 +266,23 @@ class Reader:
     def refuse_slow_key(self, key: Any) -> None:
         """Raise where a key takes long to hash, or many have the same hash."""
         kind = type(key)
-        if kind is str or kind is torch.dtype:
+        if kind is str:
             return
-        if kind is not tuple:
-            if kind not in SCALARS or kind is complex:
-                raise Foreign(f"a {kind.__name__} as a key")
-            if kind is int and abs(key) > LARGEST_KEY:
-                raise Foreign("a large number as a key")
-            return
-        parts = [(key, 0)]
+        if kind is tuple:
+            self.refuse_slow_tuple(key)
+        elif kind not in SCALARS or kind is complex or (kind is int and abs(key) > LARGEST_KEY):
+            raise Foreign(f"such a {kind.__name__} as a key")
+
+    def refuse_slow_tuple(self, key: tuple[Any, ...]) -> None:
+        """As :meth:`refuse_slow_key`. A tuple may hold another one twice, and so on: it is hashed
+        place by place.
+        """
+        parts: list[tuple[Any, int]] = [(key, 0)]
         while parts:
             part, depth = parts.pop()
-            self.spend(REFERENCE)
-            if depth > DEEPEST:
-                raise TooMuch("it is nested too deeply")
+            self.spend(CONTAINER)
+            if depth > DEEPEST or len(parts) > LONGEST_KEY:
+                raise TooMuch("a key holds very much")
             if type(part) in (tuple, torch.Size):
                 parts.extend((item, depth + 1) for item in part)
             elif type(part) not in SCALARS:
