@@ -527,7 +527,7 @@ def test_a_forged_file_is_refused_in_one_line_or_harmless(
     assert not connections
     assert seconds < 10
     out = Path.cwd() / "out"
-    caches = [path for path in Path.cwd().rglob("__pycache__")]
+    caches = list(Path.cwd().rglob("__pycache__"))
     after = {path: path.stat().st_mtime_ns for path in Path.cwd().rglob("*")}
     changed = {path for path in after if after[path] != before.get(path) and path not in caches}
     changed = {path for path in changed if "__pycache__" not in path.parts and path != out}
@@ -637,7 +637,7 @@ def test_a_class_of_ones_own_package_or_further_code_needs_no_flag(
         with pytest.raises(UserError, match="its weights do not fit"):
             load(program, Path(THEIRS))
         assert name.rpartition(".")[0] in sys.modules
-    with pytest.raises(UserError, match="names more.nets.Net"):
+    with pytest.raises(UserError, match=r"names more\.nets\.Net"):
         load(Program("mine"), Path(THEIRS))
 
 
@@ -869,7 +869,7 @@ EVERYTHING: dict[str, Any] = {
     "texts": ["", "é 数", "x" * 300, "\ud800"],
     "bytes": [b"", b"\x00\xff"],
     "containers": [(), (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), [], {}, set(), {1, "a"}],
-    "keys": {1: 2, 1.5: 3, None: 4, (1, ("a", b"b")): 5, True: 6, torch.float32: 7},
+    "keys": {1: 2, 1.5: 3, None: 4, (1, ("a", b"b")): 5, torch.float32: 7},
     "kinds": [OrderedDict(a=1), Counter("aab"), torch.Size([2, 3]), torch.device("cpu")],
     "dtypes": [torch.float32, torch.bfloat16, torch.uint8],
 }

@@ -91,7 +91,7 @@ def _directory_of(data: memoryview) -> tuple[int, int]:
         raise NoArchive("it does not end as an archive does")
     end = last
     at_locator = last - LOCATOR.size
-    if at_locator >= 0 and data[at_locator : at_locator + 4] == b"PK\x06\x07":
+    if at_locator >= 0 and bytes(data[at_locator : at_locator + 4]) == b"PK\x06\x07":
         end = at_locator - END_OF_64.size
         place = LOCATOR.unpack_from(data, at_locator)[2]
         if place != end or place < 0:

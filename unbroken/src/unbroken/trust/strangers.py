@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -229,7 +229,7 @@ class Stranger:
             named = f"names {name[:200]}, which is no class of yours, of a task or of torch.nn"
             self._refuse(place, named, f"type --{place} CLASS, or")
 
-    def _refuse(self, place: str, what: str, way: str = "") -> None:
+    def _refuse(self, place: str, what: str, way: str = "") -> NoReturn:
         shown = without_control_characters(f"{place[:100]} in its configuration {what}")
         way = f"{without_control_characters(way[:100])} " if way else ""
         raise UserError(
