@@ -31,6 +31,7 @@ from unbroken.run import Job, Run, RunTimer, WrongNumbers
 from project.callbacks import always_on
 from project.data import MNISTDataModule
 from project.model import MNISTClassifier
+from project.moved import MOVED
 
 
 def callbacks(run: Run) -> list[Callback | None]:
@@ -64,6 +65,7 @@ job = Job(
     callbacks=callbacks,
     loggers=loggers,
     wandb_project="mnist-lightning",
+    moved=MOVED,
 )
 
 if __name__ == "__main__":

@@ -737,8 +737,8 @@ def test_packages_that_are_allowed_are_told_to_whoever_loads_the_checkpoint(
         "--data.source",
         "sample",
     ]
-    with pytest.raises(UserError, match=r"^--allow_imports=theirs,mine --data.source=sample$"):
-        export.main("numerals", [*flags, "--allow_imports", "theirs,mine"])
+    with pytest.raises(UserError, match=r"^--trust_checkpoint=true --data.source=sample$"):
+        export.main("numerals", [*flags, "--trust_checkpoint", "true"])
 
 
 def test_a_pixel_in_0_to_1_is_what_a_byte_was_in_training(loaded: Loaded) -> None:

@@ -198,7 +198,14 @@ LINES = {
         "--data.root",
         "--run_name",
     ],
-    "predict": ["digit.png", "--ckpt_path", "--output", "--contact_sheet", "--allow_imports", ""],
+    "predict": [
+        "digit.png",
+        "--ckpt_path",
+        "--output",
+        "--contact_sheet",
+        "--trust_checkpoint",
+        "",
+    ],
     "export": [
         "--data.source sample",
         "--ckpt_path",

@@ -411,9 +411,9 @@ def test_a_checkpoint_of_somebody_elses_package_is_used_only_where_that_is_allow
     Image.new("L", (28, 28)).save(tmp_path / "black.png")
     words = [str(tmp_path / "black.png"), "--ckpt_path", str(tmp_path / "theirs.ckpt")]
     assert entry.exit_code(partial(predict.main, "numerals"), words) == 2
-    assert "If you trust the file: --allow_imports theirs" in capsys.readouterr().err
+    assert "add --trust_checkpoint true if you trust who made the file" in capsys.readouterr().err
     assert (
-        entry.exit_code(partial(predict.main, "numerals"), [*words, "--allow_imports", "theirs"])
+        entry.exit_code(partial(predict.main, "numerals"), [*words, "--trust_checkpoint", "true"])
         == 2
     )
     assert "one plain colour, no digit in it" in capsys.readouterr().err

@@ -185,7 +185,7 @@ def load_module(package: str, checkpoint: Path, args: argparse.Namespace) -> Loa
     from unbroken.cli.read_checkpoint import load
     from unbroken.commands.program_of import program_of
 
-    of_the_checkpoint = ("data.root", "data.source", "allow_imports")
+    of_the_checkpoint = ("data.root", "data.source", "trust_checkpoint")
     typed = {
         name: value for name, value in vars(args).items() if name in of_the_checkpoint and value
     }

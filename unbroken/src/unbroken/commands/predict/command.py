@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from unbroken.cli.parser import CommandParser, add_checkpoint, add_output
+from unbroken.cli.parser import CommandParser, add_checkpoint, add_output, trusting
 from unbroken.cli.start import quick_imports
 from unbroken.commands.predict.files import find_files
 from unbroken.errors import require
@@ -38,8 +38,7 @@ def main(package: str, argv: list[str]) -> int:
         from unbroken.commands.program_of import program_of
         from unbroken.run_folder import find_checkpoint
 
-    allowed = ["--allow_imports", args.allow_imports] if args.allow_imports else []
-    loaded = load(program_of(package), find_checkpoint(args.ckpt_path), allowed)
+    loaded = load(program_of(package), find_checkpoint(args.ckpt_path), trusting(args))
     reads_any_file = isinstance(loaded.datamodule, contract.PreparesFiles)
     paths, empty = find_files(args.images, only_images=not reads_any_file)
     labelled = predict_files(loaded, paths)
@@ -76,8 +75,7 @@ def predict_what_the_data_give(package: str, args: argparse.Namespace) -> int:
         from unbroken.commands.program_of import program_of
         from unbroken.run_folder import find_checkpoint
 
-    allowed = ["--allow_imports", args.allow_imports] if args.allow_imports else []
-    loaded = load(program_of(package), find_checkpoint(args.ckpt_path), allowed)
+    loaded = load(program_of(package), find_checkpoint(args.ckpt_path), trusting(args))
     rows = predict_loaders(loaded)
     if rows:
         if args.output:
