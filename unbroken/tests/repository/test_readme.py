@@ -266,12 +266,12 @@ def test_no_page_installs_the_library_by_its_name(page: str) -> None:
 
 
 def snippets_to_run() -> list[str]:
-    """The Python code of all pages that is no file of its own, needs no run and is no test of the
-    reader's own code, each once.
+    """The Python code of all pages that is no file of its own, needs no run, is no test of the
+    reader's own code and has no test below, each once.
     """
     found = {text for page in PAGES.values() for text in blocks(page, "python")}
     is_a_file = re.compile(r"^(# \w+\.py$|.*# \w+\.py$)", re.MULTILINE)
-    needs_more = re.compile(r"best\.ckpt|^def test_", re.MULTILINE)
+    needs_more = re.compile(r"best\.ckpt|^def test_|^trainer\.fit", re.MULTILINE)
     return sorted(
         text for text in found if not is_a_file.search(text) and not needs_more.search(text)
     )
