@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from unbroken import lightning_internals
+from unbroken.parts.declared import plain_state
 from unbroken.parts.hyperparameters import plain_groups
 from unbroken.parts.loops import Place
 from unbroken.parts.part import Part
@@ -48,7 +49,9 @@ class Snapshot:
     def add(self, trainer: Trainer, parts: Sequence[Part]) -> None:
         """Take parts. They are copied, for the training goes on and changes sums in place."""
         for part in parts:
-            value = deep_copy(part.take(trainer))
+            value = part.take(trainer)
+            if not part.takes_copies:
+                value = deep_copy(value)
             if part.of_each_rank:
                 self.mine[part.name] = value
             else:
@@ -129,7 +132,7 @@ class BeforeHooks:
         """Note what Lightning loads later: the states of optimizers and schedules."""
         self.optimizers = [deep_copy(each.state_dict()) for each in trainer.optimizers]
         configs = trainer.lr_scheduler_configs
-        self.schedules = [deep_copy(config.scheduler.state_dict()) for config in configs]
+        self.schedules = [deep_copy(plain_state(config.scheduler)) for config in configs]
 
     def give_back(self, trainer: Trainer) -> None:
         """Undo what the hooks have changed."""
@@ -172,7 +175,7 @@ class TrainingState:
             self.optimizers.append((optimizer, groups, states))
         self.schedules: list[tuple[Any, Any]] = []
         for config in trainer.lr_scheduler_configs:
-            state = deep_copy(config.scheduler.state_dict())
+            state = deep_copy(plain_state(config.scheduler))
             self.schedules.append((config.scheduler, state))
         self.own = saved_by_users(trainer)
 
