@@ -18,9 +18,12 @@ RUN apt-get update \
 
 # Packages are installed before the code is copied, so that an edit of the code rebuilds only the
 # last small layers.
-COPY requirements.lock /tmp/requirements.lock
+WORKDIR /app
+COPY requirements.lock ./
 RUN python3 -m venv /opt/venv \
-    && /opt/venv/bin/pip install --no-cache-dir --require-hashes -r /tmp/requirements.lock
+    && /opt/venv/bin/pip install --no-cache-dir --require-hashes -r requirements.lock
+COPY unbroken unbroken
+RUN /opt/venv/bin/pip install --no-deps --no-build-isolation -e ./unbroken
 
 # With any `docker run --user ID`, the user has a name, a folder for caches, and may write into the
 # two folders below.
@@ -30,7 +33,6 @@ ENV PATH=/opt/venv/bin:$PATH \
     USER=trainer \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
-WORKDIR /app
 RUN install --directory --mode=1777 checkpoints data
 COPY LICENSE ./
 COPY configs configs

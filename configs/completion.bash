@@ -11,7 +11,7 @@ _project_complete() {
     [[ ${COMP_WORDS[index]} == -m ]] && module=${COMP_WORDS[index + 1]}
   done
   if [[ $previous == -m && -d project/ ]]; then
-    mapfile -t COMPREPLY < <(compgen -W "$(grep -l '^    run(main)' project/*.py project/*/__main__.py 2>/dev/null |
+    mapfile -t COMPREPLY < <(compgen -W "$(grep -l '^if __name__ == ' project/*.py 2>/dev/null |
       sed -E 's#(/__main__)?\.py$##; s#/#.#g')" -- "$current")
   elif [[ $module == project.* && $current == -* ]]; then
     if [[ -z ${_project_options[$module]:-} ]]; then

@@ -16,6 +16,10 @@ prepare_process(__name__)  # threads and signals, before torch is imported
 
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
+
+from project.callbacks import always_on
+from project.data import MNISTDataModule
+from project.model import MNISTClassifier
 from unbroken.monitors import (
     LogLastStep,
     MemoryMonitor,
@@ -27,10 +31,6 @@ from unbroken.monitors import (
 )
 from unbroken.report import Report
 from unbroken.run import Job, Run, RunTimer, WrongNumbers
-
-from project.callbacks import always_on
-from project.data import MNISTDataModule
-from project.model import MNISTClassifier
 
 
 def callbacks(run: Run) -> list[Callback | None]:

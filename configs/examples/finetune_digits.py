@@ -10,8 +10,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
 
 from project.data import MNISTDataModule
-from unbroken.data import Split, TensorImages
 from project.model import MNISTClassifier
+from unbroken.data import Split, TensorImages
 
 
 class OddDigits(MNISTDataModule):

@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 from torch.utils.data import Dataset
-from unbroken.data.base import Split
-from unbroken.data.idx_files import find_idx, read_idx
-from unbroken.data.images import BatchedDataModule, TensorImages
+
+from unbroken.data import BatchedDataModule, Split, TensorImages, find_idx, read_idx
 from unbroken.errors import UserError, require
 
 DIGITS = Path(__file__).parent / "bundled"

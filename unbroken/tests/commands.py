@@ -23,8 +23,9 @@ import pytest
 import torch
 from filelock import FileLock
 from lightning.pytorch import Callback
-from tests.fork_server import Forked, can_fork
 from torch.distributed import TCPStore
+
+from tests.fork_server import Forked, can_fork
 from unbroken.results.facts import Summary
 from unbroken.run import Job
 
@@ -188,7 +189,7 @@ def start_ranks(
 def without_decisions(environment: Mapping[str, str]) -> dict[str, str]:
     """An environment without what a run in this process has left there for ranks of its own."""
     kept = dict(environment)
-    for name in ("PROJECT_RANK_ZERO_DECISION", "PROJECT_RANK_ZERO_PID", "PL_GLOBAL_SEED"):
+    for name in ("UNBROKEN_RANK_ZERO_DECISION", "UNBROKEN_RANK_ZERO_PID", "PL_GLOBAL_SEED"):
         kept.pop(name, None)
     return kept
 

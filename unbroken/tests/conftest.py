@@ -35,8 +35,8 @@ FOREIGN = (
     "MASTER_ADDR",
     "MASTER_PORT",
     "PL_GLOBAL_SEED",
-    "PROJECT_RANK_ZERO_DECISION",
-    "PROJECT_RANK_ZERO_PID",
+    "UNBROKEN_RANK_ZERO_DECISION",
+    "UNBROKEN_RANK_ZERO_PID",
 )
 # Long files are begun first, so that at the end no process waits long for another.
 LONG = {

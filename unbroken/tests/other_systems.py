@@ -21,8 +21,9 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-import numerals
 import yaml
+
+import numerals
 
 OURS = f"{Path(numerals.__file__).parent}{os.sep}"
 # Frames of Python's own library pass a call on: Path.symlink_to calls os.symlink.

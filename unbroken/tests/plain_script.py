@@ -6,8 +6,8 @@ import sys
 
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
-from tests.plain_module import Regression
 
+from tests.plain_module import Regression
 from unbroken import ExactCheckpoint
 
 folder, workers, devices = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])

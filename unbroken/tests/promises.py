@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from numerals.fit import job as fit
 from PIL import Image, ImageDraw
+
+from numerals.fit import job as fit
 from tests.commands import assert_same_run, complete, rows, run_ranks, summary
 from unbroken.cli.read_checkpoint import load
 from unbroken.commands import test as test_command
@@ -215,8 +216,8 @@ def environment() -> dict[str, str]:
     kept = dict(os.environ)
     for name in (
         "LOCAL_RANK",
-        "PROJECT_RANK_ZERO_DECISION",
-        "PROJECT_RANK_ZERO_PID",
+        "UNBROKEN_RANK_ZERO_DECISION",
+        "UNBROKEN_RANK_ZERO_PID",
         "PL_GLOBAL_SEED",
     ):
         kept.pop(name, None)

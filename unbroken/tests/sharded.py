@@ -16,8 +16,9 @@ import torch
 def main() -> None:
     from lightning.pytorch.plugins import FSDPPrecision
     from lightning.pytorch.strategies import StrategyRegistry
-    from numerals.fit import job as fit
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
+
+    from numerals.fit import job as fit
     from unbroken.checkpoint import sharding
     from unbroken.cli import start as command
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from numerals.fit import job as fit
-from numerals.model import ConvNet
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
+
+from numerals.fit import job as fit
+from numerals.model import ConvNet
 from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.cli.cli import configure
 from unbroken.cli.start import exit_code
@@ -99,13 +100,13 @@ def test_a_case_that_the_table_chose_itself_is_left_out_where_it_fails(
     flags = [*SMALL, "--data.batch_size", "32", "--n", "2"]
     words = ["devices", "--networks", "chosen", "--precisions", "32-true", *flags]
     failing = [1024]
-    rows = measure_table("devices", read_options(words))
+    rows = measure_table("numerals", "devices", read_options("numerals", words))
     assert [row["batch_size"] for row in rows] == [32, 64, 256]
     told = capsys.readouterr().err
     assert told.count("batch 1024 is left out: RuntimeError: CUDA out of memory") == 1
     failing = [32]
     with pytest.raises(RuntimeError, match="out of memory"):
-        measure_table("devices", read_options(words))
+        measure_table("numerals", "devices", read_options("numerals", words))
 
 
 def test_a_system_that_tells_no_load_is_not_called_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,11 +140,11 @@ def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind
 def test_a_picture_beside_the_output_replaces_its_own_and_no_other_one(workplace: Path) -> None:
     words = ["loaders", "--output", "out.json"]
     draw(Path("out.png"), {"devices": []}, {"devices": "samples_per_sec"}, "nothing")
-    assert read_options(words).plot == Path("out.png")
+    assert read_options("numerals", words).plot == Path("out.png")
     Path("out.png").write_bytes(b"x")
     with pytest.raises(UserError, match=r"out\.png was not written by this command"):
-        read_options(words)
-    assert read_options([*words, "--plot", "out.png"]).plot == Path("out.png")
+        read_options("numerals", words)
+    assert read_options("numerals", [*words, "--plot", "out.png"]).plot == Path("out.png")
 
 
 def test_a_table_without_a_measured_value_leaves_its_panel_empty(tmp_path: Path) -> None:
@@ -229,7 +230,7 @@ def test_memory_measures_the_device_that_was_asked_for(
     monkeypatch.setattr(table_devices, "usable", lambda device, precisions: ["32-true"])
     monkeypatch.setattr(real_runs, "run_epochs", run_on)
     flags = [*SMALL[:2], "--accelerator", asked]
-    options = read_options(["memory", "--quick", *flags])
+    options = read_options("numerals", ["memory", "--quick", *flags])
     assert list(table_memory.measure_memory(configure(fit, "benchmark", flags), options))
     assert measured == {"cpu" if asked == "cpu" else "gpu"}
 
@@ -447,7 +448,7 @@ def test_loops_by_hand_get_the_images_that_a_run_trains_on() -> None:
 def test_the_table_is_told_from_the_values_of_fits_flags(
     argv: list[str], table: str | None, rest: list[str]
 ) -> None:
-    options = read_options(argv)
+    options = read_options("numerals", argv)
     assert (options.table, options.fit_flags) == (table, rest)
 
 
@@ -463,10 +464,10 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(
     monkeypatch.setattr("unbroken.commands.benchmark.table_overhead.measure_overhead", measure)
     Path("mine.yaml").write_text("data: {batch_size: 32}\n")
     for flags in ([], ["--config", "mine.yaml"], ["--data.batch_size", "16"]):
-        measure_table("overhead", read_options(["overhead", *flags]))
+        measure_table("numerals", "overhead", read_options("numerals", ["overhead", *flags]))
     assert measured == [("MLP", 64, 5), ("ConvNet", 32, 5), ("MLP", 16, 5)]
     for typed in ([], ["--n", "7"]):  # a pass over all tables measures less unless told otherwise
-        measure_table("overhead", read_options(typed))
+        measure_table("numerals", "overhead", read_options("numerals", typed))
     assert [n for _, _, n in measured[3:]] == [3, 7]
 
 
@@ -527,7 +528,7 @@ def test_data_that_a_table_cannot_use_is_one_line(
 
     monkeypatch.setattr("unbroken.cli.cli.configure", configured)
     with pytest.raises(UserError, match=r"^[^\n]+$") as error:
-        measure_table(table, read_options([table]))
+        measure_table("numerals", table, read_options("numerals", [table]))
     assert said in str(error.value)
 
 

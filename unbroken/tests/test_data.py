@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from numerals.data import MNISTDataModule
-from numerals.data.mnist import DIGITS
 from PIL import Image
-from tests.made_data import make_idx_files
-from tests.make_digits import stratified, write_idx
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
+
+from numerals.data import MNISTDataModule
+from numerals.data.mnist import DIGITS
+from tests.made_data import make_idx_files
+from tests.make_digits import stratified, write_idx
 from unbroken.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
 from unbroken.data.augmentation import random_deformation
 from unbroken.data.idx_files import read_idx

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
+
 from numerals.fit import job as fit
 from numerals.model import MNISTClassifier
 from tests.commands import (

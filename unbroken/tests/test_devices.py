@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from numerals.data import MNISTDataModule
+from numerals.fit import job as fit
 from tests.commands import complete, run
 from unbroken.cli import start as entry
 from unbroken.commands import devices
@@ -252,12 +254,12 @@ def test_a_containers_memory_limit_is_what_counts(tmp_path: Path) -> None:
 def test_mnist_is_found_plain_or_zipped_or_said_to_be_incomplete(tmp_path: Path) -> None:
     folder = tmp_path / "MNIST" / "raw"
     folder.mkdir(parents=True)
-    assert "fit downloads it" in devices.mnist_state(tmp_path)["text"]
+    assert "fit downloads it" in devices.state_of_files(fit, str(tmp_path))["text"]
     for index, name in enumerate(MNISTDataModule.files):
-        assert not devices.mnist_state(tmp_path)["found"]
+        assert not devices.state_of_files(fit, str(tmp_path))["found"]
         (folder / (name + (".gz" if index % 2 else ""))).touch()
-        assert index == 3 or "incomplete" in devices.mnist_state(tmp_path)["text"]
-    assert devices.mnist_state(tmp_path)["found"]
+        assert index == 3 or "incomplete" in devices.state_of_files(fit, str(tmp_path))["text"]
+    assert devices.state_of_files(fit, str(tmp_path))["found"]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+
 from tests.commands import (
     SMALL,
     Process,

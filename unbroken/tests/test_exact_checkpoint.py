@@ -24,14 +24,15 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+
 from tests.commands import checkpoint, differences, kill_group, start, wait_for
 from tests.plain_module import Regression, rows
-from torch import nn
+from unbroken import ExactCheckpoint, Part, Stopped
 from unbroken.checkpoint import exact_checkpoint
 from unbroken.errors import UserError
 from unbroken.seams import HOOKS_OF_BATCHES
-
-from unbroken import ExactCheckpoint, Part, Stopped
 
 SCRIPT = [sys.executable, "-m", "tests.plain_script"]
 SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops")
@@ -765,7 +766,7 @@ class Fresh(Regression):
 
 
 def test_a_script_that_seeds_each_start_anew_reads_each_sample_once(
-    workplace: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Path,
 ) -> None:
     read_by: list[list[float]] = []
     for seed, dies in ((7, [Dies(33)]), (8, [])):
@@ -786,7 +787,124 @@ def test_a_script_that_seeds_each_start_anew_reads_each_sample_once(
     assert len(read_by[1]) == 50
     assert len(set(read_by[1])) == 50
     assert sum(read_by[1]) == pytest.approx(float(rows(200, 0).tensors[0].sum()), abs=1e-3)
-    assert "the order of samples stays that of the checkpoint's seed, 7" in capsys.readouterr().out
+
+
+class WithOwnGenerator(Regression):
+    """Draws its noise from the generator that its loader and a weighted sampler have."""
+
+    def __init__(self, seed: int = 3, workers: int = 0) -> None:
+        super().__init__(workers)
+        self.draw = torch.Generator().manual_seed(seed)
+        self.seen: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        noise = torch.rand(1, generator=self.draw)
+        self.seen.append([*batch[0][:, 0].tolist(), float(noise)])
+        return super().training_step(batch, batch_idx) + noise.sum() * self.net[0].weight.sum()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        sampler = WeightedRandomSampler([1.0] * 60, 60, generator=self.draw)
+        return DataLoader(
+            rows(60, 0), 4, sampler=sampler, num_workers=self.workers, generator=self.draw
+        )
+
+
+class Augmented(Dataset[Any]):
+    """Rows with random numbers."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [torch.rand(4), torch.tensor([float(index)])]
+
+
+class Augments(Regression):
+    """Notes the order and the draws of its samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[float] = []
+        self.drawn: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.order += batch[1].flatten().tolist()
+        self.drawn += batch[0].flatten().tolist()
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Augmented(), 4, shuffle=True)
+
+
+def fit_unseeded(module: Any, folder: str, *further: Callback) -> Any:
+    """What a script does that calls no ``seed_everything``."""
+    keep = ExactCheckpoint(folder, monitor="val_loss", mode="min", every="5")
+    flags: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False}
+    trainer = Trainer(
+        max_epochs=2, accelerator="cpu", callbacks=[keep, *further], logger=False, **flags
+    )
+    trainer.fit(module, ckpt_path=keep.resume_from)
+    return module
+
+
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_order_and_draws_follow_torchs_generator_as_in_a_plain_trainer(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
+) -> None:
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    if is_recorded:
+        # What a script does that calls seed_everything once.
+        monkeypatch.setenv("PL_GLOBAL_SEED", "1")
+    torch.manual_seed(1)
+    # The modules draw as they are made. So they are made once: only loaders draw in between.
+    module = Augments()
+    again = copy.deepcopy(module)
+    after = torch.get_rng_state()
+    first = fit_unseeded(copy.deepcopy(module), "first")
+    second = fit_unseeded(copy.deepcopy(module), "second")
+    assert first.order != second.order
+    assert not {*first.drawn} & {*second.drawn}
+    torch.set_rng_state(after)
+    repeated = fit_unseeded(again, "repeated")
+    assert (repeated.order, repeated.drawn) == (first.order, first.drawn)
+    assert sorted(first.order) == sorted([*map(float, range(24))] * 2)
+
+
+def test_an_unseeded_run_that_dies_goes_on_with_the_seed_that_was_drawn(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(1)
+    undisturbed = fit_unseeded(Augments(), "undisturbed")
+    torch.manual_seed(1)
+    with pytest.raises(RuntimeError, match="died"):
+        fit_unseeded(Augments(), "killed", Dies(8))
+    torch.manual_seed(2)
+    resumed = fit_unseeded(Augments(), "killed")
+    assert (resumed.order, resumed.drawn) == (undisturbed.order, undisturbed.drawn)
+    assert_same_end(Path("undisturbed"), Path("killed"))
+    assert "seed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.nightly)])
+def test_a_loaders_own_generator_decides_the_order_and_keeps_its_place(
+    workplace: Path, workers: int
+) -> None:
+    def make(seed: int, of_torch: int = 0) -> WithOwnGenerator:
+        torch.manual_seed(of_torch)
+        return WithOwnGenerator(seed, workers)
+
+    def order(module: WithOwnGenerator) -> list[list[float]]:
+        return [batch[:4] for batch in module.seen]
+
+    undisturbed = fit_unseeded(make(3), "undisturbed")
+    assert order(fit_unseeded(make(3, of_torch=1), "same")) == order(undisturbed)
+    assert order(fit_unseeded(make(4), "another")) != order(undisturbed)
+    with pytest.raises(RuntimeError, match="died"):
+        fit_unseeded(make(3), "killed", Dies(8))
+    # It may be another generator by now: the checkpoint has the place of the one that was saved.
+    resumed = fit_unseeded(make(5), "killed")
+    assert resumed.seen == undisturbed.seen
+    assert_same_end(Path("undisturbed"), Path("killed"))
 
 
 class Improves(Regression):

@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
-from tests.commands import complete, rows, run_ranks
-from tests.other_tasks import ByEpoch, Line, LoaderWithState, table
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -43,6 +41,10 @@ from torch.utils.data import (
     random_split,
 )
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
+
+from tests.commands import complete, rows, run_ranks
+from tests.other_tasks import ByEpoch, Line, LoaderWithState, table
+from unbroken import ExactCheckpoint
 from unbroken.errors import UserError
 from unbroken.loading import ExactBatches, ExactLoader, ExactLoading, Start, exact_loading
 from unbroken.loading.held_data import held_data
@@ -52,8 +54,6 @@ from unbroken.seams import Seams
 from unbroken.stopping.ranks import of_all_ranks
 from unbroken.stopping.stop import Agreement, NextBatch
 from unbroken.tensors.same_values import is_same
-
-from unbroken import ExactCheckpoint
 
 
 class Numbers(Dataset[Tensor]):
@@ -165,8 +165,82 @@ def test_ranks_train_on_what_one_rank_with_all_their_batches_trains_on() -> None
     shards = [indices(exact(plain, rank=rank, world_size=3)) for rank in range(3)]
     assert len({len(shard) for shard in shards}) == 1
     one = indices(exact(DataLoader(Numbers(103), batch_size=24, shuffle=True)))
+    # Two samples come once more, so that the ranks have equally many.
+    one[-1] += one[0][:2]
     assert [a + b + c for a, b, c in zip(*shards, strict=True)] == one
-    assert sorted(flat(one)) == list(range(103))
+    assert sorted(set(flat(one))) == list(range(103))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("samples", [1, 97, 105])
+@pytest.mark.parametrize("kind", ["sampler", "own batch sampler", "ready batches"])
+def test_ranks_train_on_batches_of_one_size_and_on_as_many_samples_as_with_torchs_sampler(
+    kind: str, samples: int, world_size: int
+) -> None:
+    def loader() -> DataLoader[Any]:
+        rows = Numbers(samples)
+        if kind == "sampler":
+            return DataLoader(rows, 8, shuffle=True)
+        if kind == "ready batches":
+            return DataLoader(rows, None, shuffle=True)
+        return DataLoader(rows, batch_sampler=OwnBatchSampler(RandomSampler(rows), 8, False))
+
+    shards = [[*exact(loader(), rank=rank, world_size=world_size)] for rank in range(world_size)]
+    for batches in zip(*shards, strict=True):
+        assert len({len(batch) for batch in batches}) == 1
+    if kind == "ready batches":
+        seen = [[int(batch[0]) for batch in shard] for shard in shards]
+    else:
+        seen = [flat(indices(shard)) for shard in shards]
+    rows = Numbers(samples)
+    torchs: DistributedSampler[Any] = DistributedSampler(rows, world_size, 0)
+    assert {len(each) for each in seen} == {len(torchs)}
+    assert set(flat(seen)) == set(range(samples))
+
+
+@pytest.mark.parametrize("batches", [3, 4, 5, 6, 7])
+def test_a_rank_that_starts_inside_an_epoch_trains_on_the_rest_with_what_is_repeated(
+    batches: int,
+) -> None:
+    loader = DataLoader(Numbers(105), batch_size=8, shuffle=True)
+    whole = [*exact(loader, rank=1, world_size=2)]
+    rest = exact(loader, rank=1, world_size=2)
+    rest.sampler.start_at(Start(batches=batches, samples_per_batch=16))
+    assert is_same([*rest], whole[batches:])
+    assert len(whole) == len(rest) == 7
+
+
+def test_what_drop_last_leaves_out_is_not_repeated() -> None:
+    loader = DataLoader(Numbers(105), batch_size=8, shuffle=True, drop_last=True)
+    seen = flat([flat(indices(exact(loader, rank=rank, world_size=2))) for rank in range(2)])
+    assert len(seen) == len(set(seen)) == 96
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_dataset_may_get_shorter_or_longer_between_epochs(shuffle: bool) -> None:
+    rows = Numbers(20)
+    ours = exact(DataLoader(rows, 8, shuffle=shuffle))
+    for epoch, count in enumerate((20, 13, 24)):
+        rows.count = count
+        ours.sampler.set_epoch(epoch)
+        found = [*ours]
+        assert len(ours) == len(found)
+        assert sorted(int(row[0]) for row in flat(found)) == list(range(count))
+        # A resumed run has never seen another length.
+        resumed = exact(DataLoader(Numbers(count), 8, shuffle=shuffle))
+        resumed.sampler.start_at(Start(epoch, batches=1, samples_per_batch=8))
+        assert is_same([*resumed], found[1:])
+
+
+def test_a_generator_that_a_sampler_draws_from_stays_where_it_was() -> None:
+    generator = torch.Generator().manual_seed(3)
+    rows = Numbers(20)
+    ours = exact(DataLoader(rows, 8, sampler=SubsetRandomSampler(range(20), generator)))
+    before = generator.get_state()
+    first = indices(ours)
+    assert torch.equal(generator.get_state(), before)
+    generator.manual_seed(4)
+    assert indices(ours) == first
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5, 16, 17, 33, 100])

@@ -15,14 +15,15 @@ import onnxruntime
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
 from numerals.model import MLP, ConvNet, MNISTClassifier
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from tests.trained import trained_checkpoint
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
 from unbroken.commands.export import command as export

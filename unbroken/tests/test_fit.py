@@ -25,6 +25,7 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
+
 from numerals import callbacks
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit

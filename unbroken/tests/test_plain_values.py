@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from unbroken.errors import UserError
 from unbroken.parts.plain_values import copied, is_plain, like
 from unbroken.storage.checkpoint_files import made_plain

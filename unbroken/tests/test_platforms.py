@@ -13,8 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numerals
 import pytest
+
+import numerals
 from tests.commands import complete
 from tests.other_systems import VALUES
 from tests.promises import ROOT

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from PIL import Image, ImageDraw, ImageFont
+
 from numerals.fit import job as fit
 from numerals.model import MNISTClassifier
-from PIL import Image, ImageDraw, ImageFont
 from tests.digit_files import WAYS
 from tests.photos import KINDS, photograph, take_photographs
 from tests.plain_module import rows
@@ -607,10 +608,12 @@ def test_what_a_file_becomes_depends_on_the_data_module(tmp_path: Path) -> None:
 def test_help_and_typing_errors_come_before_torch() -> None:
     script = """if True:
         import sys
-        from numerals.predict import __main__ as predict
+        from functools import partial
+        from unbroken.commands.predict import main
+        predict = partial(main, "numerals")
         from unbroken.cli.start import exit_code
-        assert exit_code(partial(predict.main, "numerals"), ["--help"]) == 0
-        assert exit_code(partial(predict.main, "numerals"), ["no*such.png"]) == 2
+        assert exit_code(predict, ["--help"]) == 0
+        assert exit_code(predict, ["no*such.png"]) == 2
         assert not {"torch", "lightning", "torchvision", "matplotlib"} & set(sys.modules)
     """
     done = subprocess.run(

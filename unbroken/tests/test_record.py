@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from numerals.fit import job as fit
 from tests.commands import checkpoint
 from tests.typed_settings import Rate

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from numerals.fit import job as fit
 from torch.utils.data import DataLoader, TensorDataset
+
+from numerals.fit import job as fit
 from unbroken.cli.cli import configure
 from unbroken.machine import hardware
 from unbroken.monitors.slow_precision import SlowPrecision, slow_line

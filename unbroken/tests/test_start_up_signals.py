@@ -20,10 +20,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.commands import CPU2, SMALL, command, kill_group
 from torch.distributed import TCPStore
 
 from tests import commands
+from tests.commands import CPU2, SMALL, command, kill_group
 
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}
 PATIENCE_S = 20.0  # ten seconds, and a busy machine
@@ -119,7 +119,7 @@ def test_a_rank_that_starts_ends_with_the_process_that_has_started_it() -> None:
 @pytest.mark.parametrize(("is_alive", "code"), [(True, 0), (False, 143)])
 def test_a_rank_whose_rank_zero_has_ended_before_it_began_ends(is_alive: bool, code: int) -> None:
     rank_zero = os.getpid() if is_alive else 1
-    variables = {"LOCAL_RANK": "1", "PROJECT_RANK_ZERO_PID": str(rank_zero)}
+    variables = {"LOCAL_RANK": "1", "UNBROKEN_RANK_ZERO_PID": str(rank_zero)}
     words = [sys.executable, "-c", "from unbroken import signals; signals.install()"]
     assert subprocess.run(words, env={**os.environ, **variables}, timeout=20).returncode == code
 

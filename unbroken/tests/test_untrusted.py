@@ -23,10 +23,11 @@ import pytest
 import torch
 import torchvision
 import yaml
+from torch import nn
+
 from numerals.fit import job as fit
 from tests.commands import checkpoint
 from tests.example_packages import LACKING
-from torch import nn
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure
 from unbroken.cli.read_checkpoint import load

@@ -3,6 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from unbroken.loggers.wandb_account import wandb_state
 
 

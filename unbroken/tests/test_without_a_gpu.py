@@ -17,9 +17,10 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import Precision
+from torch import nn
+
 from tests.conftest import REPOSITORY, no_surprises
 from tests.monitored import Linear
-from torch import nn
 from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.checkpoint.shared_buffers import share_buffers
 from unbroken.checkpoint.snapshot import Snapshot
@@ -197,7 +198,7 @@ def test_the_group_of_a_launchers_ranks_is_taken_down_at_the_end(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(ranks, "launched_world", lambda: (0, 1 if dist.is_initialized() else 2, 1))
     monkeypatch.setattr(dist, "init_process_group", with_one_rank(dist.init_process_group))
-    assert ranks.decided_by_rank_zero(lambda: "decided") == "decided"
+    assert ranks.decided_by_rank_zero("it", lambda: "decided") == "decided"
     assert dist.is_initialized()
     for leave in at_exit:
         leave()

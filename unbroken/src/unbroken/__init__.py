@@ -10,13 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from unbroken import lightning_names
+from unbroken.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint as ExactCheckpoint
     from unbroken.parts.part import Part as Part
     from unbroken.stopping.signals import Stopped as Stopped
-
-__version__ = "0.2.0"
 
 # Most public code says `import pytorch_lightning`. From here on that is the same package.
 lightning_names.alias()

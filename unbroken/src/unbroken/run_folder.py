@@ -28,6 +28,8 @@ from unbroken.storage.files import write_atomically
 from unbroken.storage.run_files import newest_whole
 
 ROOT = Path("checkpoints")
+# Stands in config.yaml for the folder of whichever run it is that the file is used for
+RUN_FOLDER = "{run_folder}"
 LATEST = "latest"
 RUN_ID = "run-id.txt"
 LOCK = ".lock"

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
@@ -28,13 +29,14 @@ HOOKS_OF_BATCHES = (
     "on_validation_batch_start",
     "on_validation_batch_end",
 )
-# The class that defines the method, and its name.
-SEAMS: list[tuple[type, str]] = [
+# The class (or package) that defines the method, and its name.
+SEAMS: list[tuple[Any, str]] = [
     *((Callback, hook) for hook in HOOKS_OF_BATCHES),
     (Strategy, "process_dataloader"),
     (Strategy, "on_train_start"),
     (Strategy, "load_checkpoint"),
     (Precision, "convert_input"),
+    (dist, "all_gather"),
 ]
 
 
@@ -120,6 +122,20 @@ class Seams:
             return convert(batch)
 
         self._replace(plugin, "convert_input", act_and_convert)
+
+    def before_gathering(self, act: Callable[[Any, Any], None]) -> None:
+        """``act`` is called with a tensor that all ranks gather, and the group that is named.
+
+        Lightning's ``all_gather``, that of ``torch.distributed.nn`` and most code of the user's
+        call ``torch.distributed.all_gather``.
+        """
+        original = dist.all_gather
+
+        def gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
+            act(tensor, group)
+            return original(tensor_list, tensor, group, async_op)
+
+        self._replace(dist, "all_gather", gather)
 
     def leave_out_empty_hooks(self) -> None:
         """A batch's hooks that do nothing are not called.

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import numerals
 import pytest
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
@@ -15,10 +14,11 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
-from unbroken.errors import UserError
 
+import numerals
 from configs.examples.autoencoder import LitAutoEncoder, Waves
 from unbroken import ExactCheckpoint, lightning_internals, seams
+from unbroken.errors import UserError
 
 PACKAGE = Path(numerals.__file__).parent
 CLONE = PACKAGE.parent

@@ -1,4 +1,4 @@
-"""What a clone, an image and an installed package hold: locked versions and every needed file."""
+"""What a clone, an image and an installed library hold: locked versions and every needed file."""
 
 from __future__ import annotations
 
@@ -18,13 +18,19 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
+
 from unbroken.cli.tracker_words import TRACKERS
 
 ROOT = Path(__file__).parents[3]
+SOURCE = ROOT / "unbroken"
+LIBRARY = "unbroken"
 LOCK = (ROOT / "requirements.lock").read_text()
 PYPROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGE: str = PYPROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"][0]
-METADATA: dict[str, Any] = next(table for table in PYPROJECT.values() if "requires-python" in table)
+METADATA: dict[str, Any] = PYPROJECT["project"]
+OF_LIBRARY: dict[str, Any] = tomllib.loads((SOURCE / "pyproject.toml").read_text())["project"]
+# Extras whose packages nobody gets without asking for them
+ASKED_FOR = ("mirror-", "trackers")
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
 MACHINES = [
     ("linux", "x86_64"),
@@ -49,13 +55,15 @@ def version_of(requirement: Requirement) -> str:
     return str(requirement.specifier).removeprefix("==")
 
 
-def declared() -> list[Requirement]:
-    """What pyproject.toml asks for, all extras included but those of one store each."""
-    lines = list(METADATA["dependencies"])
-    for name, extra in METADATA["optional-dependencies"].items():
-        # The extra `all` only names the other extras.
-        if name != "all" and not name.startswith("mirror-"):
-            lines += extra
+def declared(*tables: dict[str, Any]) -> list[Requirement]:
+    """What the template and the library ask for, without the extras that few people want."""
+    lines = []
+    for table in tables or (METADATA, OF_LIBRARY):
+        lines += table["dependencies"]
+        for name, extra in table["optional-dependencies"].items():
+            # The extra `all` only names the other extras.
+            if name != "all" and not name.startswith(ASKED_FOR):
+                lines += extra
     return [Requirement(line) for line in lines]
 
 
@@ -124,27 +132,76 @@ def provided_by(requirement: Requirement) -> set[str]:
     return {Path(file.parts[0]).stem for file in files}
 
 
-def test_every_imported_library_is_declared() -> None:
-    provided = {PACKAGE, *sys.stdlib_module_names}
+@pytest.mark.parametrize(
+    ("code", "tables"),
+    [(ROOT / PACKAGE, (METADATA,)), (SOURCE / "src" / LIBRARY, (OF_LIBRARY,))],
+    ids=["template", "library"],
+)
+def test_every_imported_library_is_declared(code: Path, tables: tuple[dict[str, Any]]) -> None:
+    provided = {code.name, LIBRARY, *sys.stdlib_module_names}
     # A tracker's package is needed by who names it, and a line says so.
     provided |= {package for package in TRACKERS.values() if package is not None}
-    for requirement in declared():
+    for requirement in declared(*tables):
         # A requirement that is not wanted on this platform is not installed.
         with contextlib.suppress(PackageNotFoundError):
             provided |= provided_by(requirement)
     undeclared = {}
-    for path in (ROOT / PACKAGE).rglob("*.py"):
+    for path in code.rglob("*.py"):
         for module in imported_by(path) - provided:
             undeclared[module] = path.name
     assert undeclared == {}
+
+
+def test_the_template_asks_for_no_library_by_its_name_alone() -> None:
+    """Pip would look for it in a registry, where the name is not ours."""
+    assert LIBRARY not in {requirement.name for requirement in declared(METADATA)}
+    groups = PYPROJECT["dependency-groups"]
+    assert [name for name, lines in groups.items() if LIBRARY in str(lines)] == ["library"]
+    assert PYPROJECT["tool"]["uv"]["sources"][LIBRARY] == {"path": LIBRARY, "editable": True}
+    by_name = rf"pip install [^.&|]*\b(?<!/){LIBRARY}\b(?!/)"
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]:
+        assert not re.search(by_name, page.read_text()), page
+
+
+def offered(module: str) -> set[str]:
+    """What a room of the library, or a file beside the rooms, offers: names that its __init__.py
+    imports as such or holds.
+    """
+    path = SOURCE / "src" / Path(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.asname for alias in node.names if alias.asname}
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+    return names
+
+
+USING = [*(ROOT / PACKAGE).rglob("*.py"), *(ROOT / "configs").rglob("*.py")]
+
+
+@pytest.mark.parametrize("path", USING, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_the_template_uses_public_names_of_the_library_alone(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            assert not [each.name for each in node.names if each.name.startswith(f"{LIBRARY}.")]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(LIBRARY):
+            module = str(node.module)
+            # A room is one word behind the library's name, and files inside of rooms are private.
+            assert module.count(".") <= 1, module
+            missing = {alias.name for alias in node.names} - offered(module)
+            assert not missing, f"{module} offers no {missing}"
 
 
 def test_pyproject_lock_classifiers_linter_image_and_ci_name_the_same_pythons() -> None:
     supported = Requirement(f"python{METADATA['requires-python']}").specifier
     assert [f"3.{n}" for n in range(20) if supported.contains(f"3.{n}.1")] == PYTHONS
     assert f"--universal --python-version {PYTHONS[0]}" in LOCK
-    named = " :: ".join(METADATA["classifiers"])
-    assert re.findall(r"Python :: (3\.\d+)", named) == PYTHONS
+    for table in (METADATA, OF_LIBRARY):
+        named = " :: ".join(table["classifiers"])
+        assert re.findall(r"Python :: (3\.\d+)", named) == PYTHONS
+        assert table["requires-python"] == METADATA["requires-python"]
     assert PYPROJECT["tool"]["ruff"]["target-version"] == "py" + PYTHONS[0].replace(".", "")
     assert f"Python {PYTHONS[0]} to {PYTHONS[-1]}" in (ROOT / "Dockerfile").read_text()
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
@@ -153,16 +210,17 @@ def test_pyproject_lock_classifiers_linter_image_and_ci_name_the_same_pythons() 
 
 def test_the_group_of_tools_is_the_extra_with_everything() -> None:
     """``uv sync`` and ``pip install --group dev`` then install what the lock file holds."""
-    assert PYPROJECT["dependency-groups"] == {"dev": [f"{PACKAGE}[all]"]}
-    extras = METADATA["optional-dependencies"]
-    of_a_store = {name for name in extras if name.startswith("mirror-")}
-    every = {f"{PACKAGE}[{name}]" for name in extras.keys() - of_a_store - {"all"}}
-    assert set(extras["all"]) == every
+    assert PYPROJECT["dependency-groups"]["dev"] == [f"{PACKAGE}[all]"]
+    assert METADATA["optional-dependencies"]["all"] == [f"{PACKAGE}[dev]"]
+    extras = OF_LIBRARY["optional-dependencies"]
+    (every,) = extras["all"]
+    few_want = {name for name in extras if name.startswith(ASKED_FOR)}
+    assert Requirement(every).extras == extras.keys() - few_want - {"all"}
 
 
 def test_no_lightning_that_was_malware_or_runs_code_from_a_checkpoint() -> None:
-    (wanted,) = (requirement for requirement in declared() if requirement.name == "lightning")
-    assert not [bad for bad in ("2.6.2", "2.6.3", "2.6.5") if wanted.specifier.contains(bad)]
+    for wanted in [requirement for requirement in declared() if requirement.name == "lightning"]:
+        assert not [bad for bad in ("2.6.2", "2.6.3", "2.6.5") if wanted.specifier.contains(bad)]
     versions = {requirement.name: version_of(requirement) for requirement, _ in locked()}
     assert Version(versions["lightning"]) >= Version("2.6.6")
     assert Version(versions["pytorch-lightning"]) >= Version("2.6.6")
@@ -212,6 +270,7 @@ def test_the_image_gets_what_its_dockerfile_copies_and_nothing_else() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     rules = [line for line in lines if not line.startswith("#")]
     assert rules[0] == "*"
+    assert f"{LIBRARY}/tests/" in rules
     let_in = [rule.strip("!/") for rule in rules if rule.startswith("!")]
     assert sorted(let_in) == sorted(copied)
     assert all((ROOT / name).exists() for name in copied)
@@ -220,37 +279,51 @@ def test_the_image_gets_what_its_dockerfile_copies_and_nothing_else() -> None:
 def test_the_image_is_locked_and_not_root() -> None:
     text = (ROOT / "Dockerfile").read_text()
     for line in text.splitlines():
-        assert "pip install" not in line or "--require-hashes" in line
+        # What is copied from the clone has no hash, and fetches nothing.
+        locked_or_local = "--require-hashes" in line or "--no-deps --no-build-isolation" in line
+        assert "pip install" not in line or locked_or_local
     (user,) = re.findall(r"^USER (\S+)$", text, flags=re.MULTILINE)
     assert all(int(number) > 0 for number in user.split(":"))
     assert f'ENTRYPOINT ["python", "-m", "{PACKAGE}.fit"]' in text
 
 
-def build_wheel(target: str, folder: Path) -> zipfile.ZipFile:
-    """Build a wheel with the locked build backend, as pip and uv do."""
+def build_wheel(source: Path, target: str, folder: Path) -> zipfile.ZipFile:
+    """Build a wheel of a folder with the locked build backend, as pip and uv do."""
     pytest.importorskip("hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "--target", target]
     command += ["--directory", str(folder)]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(command, cwd=source, check=True, capture_output=True, timeout=120)
     (wheel,) = folder.glob("*.whl")
     return zipfile.ZipFile(wheel)
 
 
-def test_a_wheel_holds_the_whole_package(tmp_path: Path) -> None:
-    with build_wheel("wheel", tmp_path) as wheel:
-        names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    on_disk = set()
-    for path in (ROOT / PACKAGE).rglob("*"):
+# Of each distribution: where it is built, and the folder in which its package lies
+BUILT = [(ROOT, ROOT, PACKAGE), (SOURCE, SOURCE / "src", LIBRARY)]
+
+
+@pytest.mark.parametrize(("source", "above", "package"), BUILT, ids=["template", "library"])
+def test_a_wheel_holds_the_whole_package_and_its_licence(
+    source: Path, above: Path, package: str, tmp_path: Path
+) -> None:
+    with build_wheel(source, "wheel", tmp_path) as wheel:
+        named = wheel.namelist()
+    names = {name for name in named if ".dist-info/" not in name}
+    on_disk = {f"{LIBRARY}/CHANGELOG.md"} if package == LIBRARY else set()
+    for path in (above / package).rglob("*"):
         if path.is_file() and "__pycache__" not in path.parts:
-            on_disk.add(path.relative_to(ROOT).as_posix())
+            on_disk.add(path.relative_to(above).as_posix())
     assert names == on_disk
-    assert f"{PACKAGE}/py.typed" in names
+    assert f"{package}/py.typed" in names
+    assert any(name.endswith("/licenses/LICENSE") for name in named)
 
 
-def test_an_editable_install_points_at_the_clone(tmp_path: Path) -> None:
-    with build_wheel("wheel:editable", tmp_path) as wheel:
+@pytest.mark.parametrize(("source", "above", "package"), BUILT, ids=["template", "library"])
+def test_an_editable_install_points_at_the_clone(
+    source: Path, above: Path, package: str, tmp_path: Path
+) -> None:
+    with build_wheel(source, "wheel:editable", tmp_path) as wheel:
         (pointer,) = (name for name in wheel.namelist() if name.endswith(".pth"))
-        assert wheel.read(pointer).decode().strip() == str(ROOT)
+        assert wheel.read(pointer).decode().strip() == str(above)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)
@@ -263,8 +336,8 @@ def test_workflows_and_forms_are_read_and_actions_are_pinned_by_commit(path: Pat
 
 def test_every_test_file_that_ci_names_is_there() -> None:
     text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
-    named = re.findall(r"tests/\w+\.py", text)
-    assert "tests/test_packaging.py" in named
+    named = re.findall(r"[\w/]*tests/\w+\.py", text)
+    assert "unbroken/tests/test_packaging.py" in named
     assert all((ROOT / name).is_file() for name in named)
 
 

@@ -20,12 +20,14 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from torch.distributed import TCPStore
+
 from numerals.fit import job as fit
 from tests.commands import TORCHRUN, rows
 from tests.promises import ROOT
-from torch.distributed import TCPStore
 from unbroken.cli.cli import configure
 from unbroken.cli.trainer_flags import build_trainer, trainer_flags
+from unbroken.mirror.store import PACKAGES
 from unbroken.stopping.ranks import meet, of_all_ranks
 from unbroken.storage.checkpoint_files import read
 
@@ -285,7 +287,7 @@ def words_of_skypilot() -> list[str]:
     """The command of configs/skypilot.yaml, as a shell on one of its machines reads it."""
     task = yaml.safe_load((ROOT / "configs" / "skypilot.yaml").read_text())
     assert task["resources"]["use_spot"] is True
-    assert f"mirror-{task['envs']['MIRROR'].partition(':')[0]}" == task["envs"]["EXTRA"]
+    assert PACKAGES[task["envs"]["MIRROR"].partition(":")[0]] == task["envs"]["STORE"]
     (line,) = task["run"].splitlines()
     return shlex.split(Template(line).substitute(task["envs"], SKYPILOT_NUM_GPUS_PER_NODE="2"))
 

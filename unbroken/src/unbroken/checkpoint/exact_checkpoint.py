@@ -29,6 +29,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DoublePrecision
 
 from unbroken import contract, lightning_internals
+from unbroken.checkpoint import other_version
 from unbroken.checkpoint.following import Best
 from unbroken.checkpoint.not_exact import (
     begins_averaged_batch_norms,
@@ -37,13 +38,16 @@ from unbroken.checkpoint.not_exact import (
     what_is_not_exact,
     what_loaders_side_by_side_lack,
 )
+from unbroken.checkpoint.other_version import note_of_version
 from unbroken.checkpoint.resume import Resume, call_epoch_start_again, uses_hooks
 from unbroken.checkpoint.shared_buffers import share_buffers, share_buffers_in_next_pass
 from unbroken.checkpoint.shared_metrics import RankZeroAlone, share_sums
 from unbroken.checkpoint.snapshot import BeforeHooks, Snapshot, TrainingState
+from unbroken.chosen import Chosen
 from unbroken.errors import UserError
 from unbroken.loading import ExactLoader, ExactLoading, Start
 from unbroken.loading.log_steps import SHARDING, is_optimizer_step
+from unbroken.loading.seeding import Seeds
 from unbroken.mirror.mirror import Mirror
 from unbroken.parts import all_parts
 from unbroken.parts.declared import plain_state
@@ -61,6 +65,7 @@ from unbroken.stopping.ranks import decided_by_rank_zero, of_all_ranks, say
 from unbroken.stopping.slurm import requeue_job
 from unbroken.stopping.stop import SAVE_DUE, Agreement, NextBatch
 from unbroken.storage.checkpoint_files import (
+    CHOSEN,
     RUN_KEY,
     AtomicCheckpointIO,
     buffers_left_out,
@@ -69,6 +74,7 @@ from unbroken.storage.checkpoint_files import (
     record_in,
 )
 from unbroken.storage.run_files import RunFiles, can_start_from
+from unbroken.version import __version__
 
 
 class ExactCheckpoint(callbacks.Checkpoint):
@@ -93,8 +99,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
             it has made and locked the folder. None: this callback does both.
         changed: Whether the user has changed settings since the checkpoint. Then the
             hyperparameters of optimizers and schedules that are made now win over the checkpoint's.
+        seed: Of the order and the random numbers of the data. None: it is drawn from torch's
+            generator as a training starts, so it is that of ``seed_everything`` or of
+            ``torch.manual_seed`` where the script calls one. A loader's own generator comes first.
+            A resumed run keeps the one that was drawn.
         requeue_signal: SLURM's signal, at which the job is saved and queued again. See
             :mod:`unbroken.stopping.slurm`.
+        chosen: What the run chose by itself. The checkpoints hold it.
         undeclared: Whether plain attributes that training changes, and modules that are no layers,
             are kept. If not, only what declares a state is, and what else changes is told.
     """
@@ -110,7 +121,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         mirror: str | Mirror | None = None,
         run_id: str | None = None,
         changed: bool = False,
+        seed: int | None = None,
         requeue_signal: int | None = None,
+        chosen: Chosen | None = None,
         undeclared: bool = True,
     ) -> None:
         self.saves = folder is not None
@@ -124,7 +137,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._id_was_given = run_id is not None
         self._folder: RunFolder | None = None
         self.changed = changed
+        self.seed = seed
         self.requeue_signal = requeue_signal
+        self.chosen = chosen or Chosen()
         self.agreement: Agreement | None = None
         self._further_parts = list(parts)
         self._keeps_undeclared = undeclared
@@ -135,7 +150,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def _begin_training(self) -> None:
         """Forget a training that was before, of the same object."""
-        self.loading = ExactLoading()
+        self.loading = ExactLoading(self.seed)
         self._hyperparameters = StartingHyperparameters()
         self._buffers = PlainBuffers()
         self._objects = UsersObjects(self._keeps_undeclared)
@@ -228,7 +243,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             return None
         if self.mirror is not None and not self.mirror.was_asked:
             # One rank asks the mirror, and the others wait for it.
-            decided_by_rank_zero(self._bring)
+            decided_by_rank_zero("mirror", self._bring)
         path = self.files.newest_whole()
         return None if path is None else str(path)
 
@@ -266,6 +281,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.loading.shares = lightning_internals.take_over_sharing(trainer)
         self._seams = Seams(trainer)
         self.loading.install(self._seams, trainer)
+        if trainer.world_size > 1:
+            group = self.agreement.group
+            self._seams.before_gathering(
+                lambda tensor, of: compare_sizes(trainer, tensor, of or group)
+            )
         self._seams.after_loading(lambda checkpoint: self._fill_in(trainer, checkpoint))
         lightning_internals.leave_signals_alone(trainer)
         self._signals.begin(self.requeue_signal)
@@ -333,6 +353,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 "that checkpoint was not saved between two steps: the resume is not exact."
             )
             return
+        of_version = note_of_version(saved)
+        if of_version is not None:
+            self.loading.notes.append(of_version)
         if not can_start_from(checkpoint):
             self.loading.notes.append(
                 "that checkpoint is inside an epoch, and its data cannot be started there: the"
@@ -344,6 +367,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         warnings.filterwarnings("ignore", advice)
         resume = Resume.of(checkpoint, trainer, self.changed)
         self._resume = resume
+        if len(resume.ranks) == trainer.world_size:
+            self._note_other_threads(trainer, saved.get(CHOSEN, {}).get("threads"))
         # Lightning's sanity check calls the hooks of a validation. The run that was killed has had
         # its check, and what those hooks did then is in the checkpoint.
         self._sanity_steps = trainer.num_sanity_val_steps
@@ -354,31 +379,49 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.loading.start = resume.start
         # Loaders are made before everything else is given back.
         self._objects.give_back_early(trainer, resume.mine(trainer).get(self._objects.name, {}))
-        self._keep_order_of(resume)
+        self._keep_seeds_of(resume)
         # It had stopped early, and nothing was changed since. A validation that it was killed in
         # comes first.
         trainer.should_stop = resume.should_stop and resume.place != "validation"
 
-    def _keep_order_of(self, resume: Resume) -> None:
-        """Let the order of samples be that of the checkpoint where a script seeds each start anew.
+    def _keep_seeds_of(self, resume: Resume) -> None:
+        """Let the order of samples stay that of the checkpoint, whatever this start would draw.
 
         With another order, the epoch that goes on would read some samples twice and others never.
         """
         seed = resume.shared.get("seed")
-        if seed is None or seed == self.loading.seed or self.changed:
+        is_another = self.seed is not None and self.seed != seed
+        if seed is None or (is_another and self.changed):
             return
         self.loading.seed = seed
+        self.loading.seeds = [Seeds(*each) for each in resume.shared.get("seeds", [])]
+        if is_another:
+            self.loading.notes.append(
+                f"the order of samples stays that of the checkpoint's seed, {seed}: this start has"
+                " another one."
+            )
+
+    def _note_other_threads(self, trainer: Trainer, before: int | None) -> None:
+        """Say so where as many CPU threads compute as the run had not: sums are added up in another
+        order.
+        """
+        now = torch.get_num_threads()
+        if before in (None, now) or trainer.strategy.root_device.type != "cpu":
+            return
         self.loading.notes.append(
-            f"the order of samples stays that of the checkpoint's seed, {seed}: this start has"
-            " another one."
+            f"{now} CPU threads compute, and this run had {before}: they round sums differently,"
+            f" so the resume is not exact. OMP_NUM_THREADS={before} makes it exact."
         )
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
-        """Make ready what a restore needs, before a checkpoint's states come: what optimizers,
-        schedules and buffers start with, what is frozen, averages of the module as its setup has
-        made it, and the two seams of the training.
+        """Settle the seed, and make ready what a restore needs, before a checkpoint's states come:
+        what optimizers, schedules and buffers start with, what is frozen, averages of the module as
+        its setup has made it, and the two seams of the training.
         """
         assert self._seams is not None
+        # Before the sanity check, which puts the generators back behind it.
+        self.loading.settle_seed()
+        self.chosen.values.setdefault("threads", torch.get_num_threads())
         self._hyperparameters.begin(trainer)
         self._buffers.begin(module)
         self._objects.fit_starts(trainer)
@@ -836,7 +879,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._last_save = time.monotonic()
 
     def write_state(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Put the state into a checkpoint that is saved now."""
+        """Put the state into a checkpoint that is saved now, and what the run chose by itself."""
+        record = checkpoint.setdefault(RUN_KEY, {})
+        record[CHOSEN] = self.chosen.values
         snapshot = self._saving
         if snapshot is None:
             # A checkpoint of another callback, saved inside a hook: a resume from it is not exact.
@@ -859,10 +904,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 "added": inside.added,
                 "training": self._at_epochs_end.as_data(trainer) if self._at_epochs_end else {},
             }
-        record = checkpoint.setdefault(RUN_KEY, {})
         record["state"] = state
         record["run_id"] = self.run_id
         record["can_go_on"] = self._can_go_on(trainer, snapshot)
+        record.setdefault("versions", {})[other_version.NAME] = __version__
         writer = trainer.strategy.checkpoint_io
         if isinstance(writer, AtomicCheckpointIO):
             # The user's hooks come after this one.
@@ -878,6 +923,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             "ranks": of_all_ranks(snapshot.mine, self.agreement.group),
             "samples_per_batch": self.loading.samples_per_batch,
             "seed": self.loading.seed,
+            "seeds": [list(each) for each in self.loading.seeds],
             **snapshot.shared,
         }
 
@@ -1011,6 +1057,26 @@ class Hooks(Callback):
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.checkpoint.evaluation_ends(trainer)
+
+
+def compare_sizes(trainer: Trainer, tensor: torch.Tensor, group: Any) -> None:
+    """A UserError on every rank, where a step of an evaluation gathers tensors of other sizes.
+
+    Each sample is evaluated once, so one rank may have a sample more than another. Gloo would abort
+    the process, and NCCL would wait or gather something else. In training the ranks' batches are of
+    one size, and nothing is asked.
+    """
+    if trainer.training:
+        return
+    sizes = of_all_ranks(list(tensor.shape), group)
+    if all(size == sizes[0] for size in sizes):
+        return
+    told = " and ".join(map(str, sizes))
+    raise UserError(
+        f"--devices {trainer.world_size}: a step of the evaluation gathers tensors of the sizes"
+        f" {told}, because each sample is evaluated once. Write"
+        " torch.cat(torchmetrics.utilities.distributed.gather_all_tensors(tensor)) there."
+    )
 
 
 def start_of_anothers(checkpoint: dict[str, Any]) -> Start:

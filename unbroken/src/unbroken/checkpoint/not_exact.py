@@ -2,7 +2,9 @@
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, Trainer, callbacks
+from torch.nn.parallel import DistributedDataParallel
 
 from unbroken import lightning_internals
 from unbroken.loading import ExactLoading
@@ -31,6 +33,21 @@ def what_is_not_exact(trainer: Trainer, loading: ExactLoading) -> list[str]:
         for kind, reason in NOT_EXACT.items():
             if isinstance(callback, kind):
                 notes.append(f"a resume is not exact with {name}: {reason}.")
+    ranks = trainer.world_size
+    model = trainer.strategy.model
+    is_regrouped = isinstance(model, DistributedDataParallel) and not model.find_unused_parameters
+    if ranks > 2 and is_regrouped:
+        # A sum of two numbers is the same in any order, one of three is not.
+        notes.append(
+            f"a resume of {ranks} ranks may differ in the last bits: DDP groups the gradients anew"
+            " after its first step, and adds them up in another order."
+            " --strategy ddp_find_unused_parameters_true keeps one order."
+        )
+    on_cuda = trainer.strategy.root_device.type == "cuda"
+    if on_cuda and torch.backends.cudnn.benchmark:
+        # cuDNN keeps no record of what it has chosen that could be given back to it.
+        what = "cuDNN measures at every start which of its algorithms are the fastest"
+        notes.append(f"a resume is not exact with --benchmark true: {what}.")
     every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     if every > 1:
         what = "with --reload_dataloaders_every_n_epochs above 1"

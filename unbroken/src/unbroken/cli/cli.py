@@ -20,8 +20,9 @@ from lightning.pytorch import LightningDataModule, LightningModule, seed_everyth
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespace
 from lightning.pytorch.loggers import Logger
 
-import project.data  # noqa: F401 - its classes are known to the parser by their short names
+import unbroken.data  # noqa: F401 - its classes are known to the parser by their short names
 from unbroken import contract
+from unbroken.chosen import Chosen
 from unbroken.cli.defaults import default_settings
 from unbroken.cli.explain import explain, with_choices
 from unbroken.cli.nulls import refuse_nulls
@@ -37,10 +38,11 @@ from unbroken.cli.plain_values import mark_texts, put_into_mappings, use_for_par
 from unbroken.cli.precision import choose_precision
 from unbroken.cli.program import Program
 from unbroken.cli.shown_warnings import silence_unfounded_advice
-from unbroken.cli.trackers import RUN_FOLDER, check_packages, make_later, takes_run_folder, words_of
+from unbroken.cli.trackers import check_packages, make_later, takes_run_folder, words_of
 from unbroken.cli.typed import CommandLine, leave_out_added, merged
 from unbroken.errors import UserError, require
 from unbroken.lightning_internals import values_are_no_files
+from unbroken.run_folder import RUN_FOLDER
 from unbroken.tables import flat
 
 HERE = Path(__file__).parent
@@ -90,6 +92,7 @@ class CLI(LightningCLI):
         command: The command's name, such as ``fit``.
         line: The command line.
         base: The configuration of a run that is resumed, or of a checkpoint that is used.
+        chosen: What a run that is resumed chose by itself.
     """
 
     def __init__(
@@ -98,11 +101,13 @@ class CLI(LightningCLI):
         command: str,
         line: CommandLine,
         base: dict[str, Any] | None = None,
+        chosen: Chosen | None = None,
     ) -> None:
         self.program = program
         self.command = command
         self.line = line
         self.base = base
+        self.chosen = chosen or Chosen()
         # What the user is told of a choice that was made for him.
         self.notes: list[str] = []
         defaults = dict(TRAINER_DEFAULTS)
@@ -186,9 +191,11 @@ class CLI(LightningCLI):
     def _choose_precision(self) -> None:
         """Put what ``--precision auto`` stands for in its place, so that the record has it."""
         flags = self.config.trainer
-        if flags.precision == "auto":
-            flags.precision = choose_precision(flags.accelerator)
-            self.notes.append(f"--precision auto is {flags.precision} on this machine.")
+        if flags.precision != "auto":
+            return
+        reason = "as this run began" if "precision" in self.chosen.values else "on this machine"
+        flags.precision = self.chosen.once("precision", lambda: choose_precision(flags.accelerator))
+        self.notes.append(f"--precision auto is {flags.precision} {reason}.")
 
     def _hints(self) -> dict[str, Any]:
         """The types of the arguments of the named module and data module."""
@@ -259,8 +266,16 @@ class Configuration:
     options: Any  # namespace of our own flags
     resolved: dict[str, Any]  # everything as plain values, as config.yaml holds it
     notes: list[str]  # what the user is told of choices that were made for him
+    chosen: Chosen  # these choices, and those that the Trainer's making adds
     _make: Callable[[], Any] = field(repr=False)  # a namespace with a new module
     _reread: Callable[[], list[str]] = field(repr=False)
+
+    @property
+    def seed(self) -> int | None:
+        """What ``--seed_everything`` gives; None where it is ``false``."""
+        seed = self.options.seed_everything
+        is_number = isinstance(seed, int) and not isinstance(seed, bool)
+        return seed if is_number else None
 
     @cached_property
     def trackers(self) -> list[str]:
@@ -276,17 +291,19 @@ class Configuration:
 
     def fresh_module(self) -> LightningModule:
         """A new module of the same class and arguments, its random weights drawn by the seed."""
-        seed = self.options.seed_everything
-        is_number = isinstance(seed, int) and not isinstance(seed, bool)
-        seed_everything(seed if is_number else DEFAULT_SEED, verbose=False)
+        seed_everything(DEFAULT_SEED if self.seed is None else self.seed, verbose=False)
         return self._make().model
 
 
 def configure(
-    program: Program, command: str, argv: list[str], base: dict[str, Any] | None = None
+    program: Program,
+    command: str,
+    argv: list[str],
+    base: dict[str, Any] | None = None,
+    chosen: Chosen | None = None,
 ) -> Configuration:
     """What a command line means, or a UserError. For the arguments see :class:`CLI`."""
-    cli = CLI(program, command, CommandLine(argv, program.networks), base)
+    cli = CLI(program, command, CommandLine(argv, program.networks), base, chosen)
     make = partial(
         cli.parser.instantiate, Namespace(model=cli.config.model), instantiate_groups=False
     )
@@ -305,6 +322,7 @@ def configure(
         options=cli.config,
         resolved=resolved,
         notes=cli.notes,
+        chosen=cli.chosen,
         _make=make,
         _reread=reread,
     )

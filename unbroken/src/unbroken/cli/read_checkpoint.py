@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 
 from unbroken import contract
+from unbroken.chosen import Chosen
 from unbroken.cli.cli import Configuration, configure, differences
 from unbroken.cli.program import Program
 from unbroken.cli.typed import CommandLine
@@ -23,7 +24,7 @@ from unbroken.errors import UserError, without_control_characters
 from unbroken.mirror.mirror import Mirror
 from unbroken.run_folder import ROOT, RunFolder, choose, find_checkpoint
 from unbroken.stopping.ranks import decided_by_rank_zero
-from unbroken.storage.checkpoint_files import load_weights, read, record
+from unbroken.storage.checkpoint_files import CHOSEN, load_weights, read, record
 from unbroken.trust import guard as trust
 
 MOST_NAMES = 8  # of tensors, in a line
@@ -47,7 +48,9 @@ def read_configuration(program: Program, argv: list[str]) -> tuple[Configuration
     is_rehearsal = line.value("trainer.fast_dev_run") not in (None, "false", "False", "0")
     mirror = None if url is None or is_rehearsal else Mirror(url)
     try:
-        decided = decided_by_rank_zero(lambda: vars(choose(root, run_name, ckpt_path, mirror)))
+        decided = decided_by_rank_zero(
+            "run", lambda: vars(choose(root, run_name, ckpt_path, mirror))
+        )
         run = RunFolder(**decided)
     except BaseException:
         if mirror is not None:
@@ -82,7 +85,8 @@ def _resumed_configuration(
     if line.sets_a_length:
         # The typed limit counts. The saved max_epochs could come first.
         base["trainer"] = {**(base.get("trainer") or {}), "max_epochs": -1}
-    config = _configured(program, "fit", argv, base, guard)
+    chosen = Chosen(known.get(CHOSEN))
+    config = _configured(program, "fit", argv, base, guard, chosen)
     # Weights that do not fit become one line here; the Trainer would end in a traceback.
     load_weights(config.module, checkpoint, late=True, again=True)
     if isinstance(config.datamodule, contract.StaysWithSource):
@@ -116,11 +120,12 @@ def _configured(
     argv: list[str],
     base: dict[str, Any],
     guard: trust.Guard | None,
+    chosen: Chosen | None = None,
 ) -> Configuration:
     with trust.guarded(guard):
         if guard is not None:
             guard.check_texts(base)
-        config = configure(program, command, argv, base)
+        config = configure(program, command, argv, base, chosen)
         if guard is not None:
             guard.refuse_what_was_not_made(config.trainer)
     return config

@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import Logger
 
 from unbroken.cli.tracker_words import TRACKERS
 from unbroken.errors import UserError
+from unbroken.run_folder import RUN_FOLDER
 
 # Those that log where --logger names none by a word
 USUAL: tuple[str, ...] = ("wandb",)
@@ -30,8 +31,6 @@ PACKAGES_OF_CLASSES = {
     "WandbLogger": "wandb",
 }
 LIGHTNINGS = ("lightning.pytorch.loggers.", "pytorch_lightning.loggers.")
-# Stands in config.yaml for the folder of whichever run it is that the file is used for
-RUN_FOLDER = "{run_folder}"
 
 _WORD = f"({'|'.join(TRACKERS)})"
 TrackerWords = restricted_string_type(

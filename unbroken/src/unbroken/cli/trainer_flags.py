@@ -14,13 +14,14 @@ from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import FSDPStrategy
 
+from unbroken.chosen import Chosen
 from unbroken.cli.cli import Configuration
 from unbroken.cli.precision import is_on_cpu
 from unbroken.errors import UserError, require
 from unbroken.lightning_internals import NAMES_OF_THE_PARSER, check
 from unbroken.machine import threads
 from unbroken.machine.waiting import waiting
-from unbroken.stopping.ranks import launched_world
+from unbroken.stopping.ranks import launched_world, say
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 
 MOST = 2**31 - 1  # for a count; a larger one is a typing error and would overflow
@@ -33,6 +34,7 @@ COUNTS: dict[str, int | None] = {
     "check_val_every_n_epoch": None,
 }
 PROCESSES_PER_CORE = 4  # more ranks than that on CPU cores only swap
+THREADS_PER_CORE = 4  # more threads than that would wait for each other in every operation
 
 
 def trainer_flags(config: Configuration) -> dict[str, Any]:
@@ -43,6 +45,7 @@ def trainer_flags(config: Configuration) -> dict[str, Any]:
     flags = dict(config.trainer)
     _, world_size, local_size = launched_world()
     _agree_with_launcher(flags, world_size, local_size)
+    keep_devices(flags, config.chosen)
     refuse_what_cannot_run(flags, world_size)
     if str(flags["strategy"]).startswith("fsdp"):
         # It registers itself. The import takes half a second, for FSDP alone.
@@ -73,6 +76,31 @@ def _agree_with_launcher(flags: dict[str, Any], world_size: int, local_size: int
         must = f"must be the {world_size} processes that the launcher started"
         fix = "Leave both away to take what it started."
         raise UserError(f"--devices {devices} × --num_nodes {nodes} {must}. {fix}")
+
+
+def keep_devices(flags: dict[str, Any], chosen: Chosen) -> None:
+    """Let ``auto`` mean the devices with which the run began, where they are here."""
+    began = chosen.values.get("accelerator")
+    if flags["accelerator"] == "auto" and began is not None:
+        if is_here(began):
+            flags["accelerator"] = began
+        else:
+            say(f"this run began on {began}, which is not here: the resume is not exact.")
+        if began == "cpu" and torch.accelerator.is_available():
+            say("this run began on the CPU, and stays there. To change that: --accelerator gpu")
+    count = chosen.values.get("devices", math.inf)
+    has_gpus = not is_on_cpu(flags["accelerator"]) and count <= torch.cuda.device_count()
+    if flags["devices"] == "auto" and has_gpus:
+        flags["devices"] = count
+
+
+def is_here(accelerator: str) -> bool:
+    """Whether this machine has an ``accelerator`` that a run keeps: cpu, cuda or mps."""
+    if accelerator == "cuda":
+        return torch.cuda.is_available()
+    if accelerator == "mps":
+        return torch.backends.mps.is_available()
+    return accelerator == "cpu"
 
 
 def _set_matmul_precision(precision: str | None) -> None:
@@ -160,9 +188,14 @@ def _require_clip_value(value: Any) -> None:
         require(value >= 0, "--gradient_clip_val", "be at least 0", value, " 0 clips nothing.")
 
 
-def build_trainer(flags: dict[str, Any]) -> Trainer:
+def build_trainer(flags: dict[str, Any], chosen: Chosen | None = None) -> Trainer:
     """``Trainer(**flags)``, its refusals as a :class:`UserError`; its ranks on this machine share
     the cores.
+
+    Args:
+        flags: The Trainer's arguments.
+        chosen: What the run chose by itself: devices and threads are kept, or added. None: it is
+            not a run.
     """
     saves = any(isinstance(callback, Checkpoint) for callback in as_list(flags["callbacks"]))
     try:
@@ -181,7 +214,41 @@ def build_trainer(flags: dict[str, Any]) -> Trainer:
             torch.set_num_threads(int(share["OMP_NUM_THREADS"]))
         # On all cores, for the ranks will have them, too.
         waiting.spin()
+    if chosen is not None:
+        device = trainer.strategy.root_device.type
+        if flags["accelerator"] == "auto" and is_here(device):
+            chosen.values.setdefault("accelerator", device)
+        if flags["devices"] == "auto" and device == "cuda":
+            chosen.values.setdefault("devices", trainer.num_devices)
+        keep_threads(chosen, trainer.num_devices * trainer.num_nodes)
     return trainer
+
+
+def keep_threads(chosen: Chosen, ranks: int) -> None:
+    """Let as many CPU threads compute on each of the ``ranks`` as when the run began. What the user
+    has set in ``OMP_NUM_THREADS`` wins.
+
+    Another number of threads adds up sums in another order, and they round differently. With
+    another number of ranks sums differ anyway, and the cores are shared anew.
+    """
+    if chosen.values.get("ranks") != ranks:
+        chosen.values.pop("threads", None)
+        chosen.values["ranks"] = ranks
+    here = torch.get_num_threads()
+    began = chosen.once("threads", lambda: here)
+    if threads.user_chose():
+        chosen.values["threads"] = here
+        return
+    if began == here:
+        return
+    cores = threads.available_cores()
+    # Fewer cores than threads is slow, and beyond that the run would hardly move.
+    if 1 <= began <= THREADS_PER_CORE * cores:
+        torch.set_num_threads(began)
+        say(
+            f"{began} CPU threads compute, as when this run began: another number rounds sums"
+            f" differently. This machine would take {here}: OMP_NUM_THREADS={here}"
+        )
 
 
 def as_list(value: Any) -> list[Any]:

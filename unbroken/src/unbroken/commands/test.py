@@ -77,7 +77,11 @@ def wanted_checkpoint(line: CommandLine) -> Path:
     ckpt_path = line.value("ckpt_path")
     root = Path(line.value("trainer.default_root_dir") or ROOT)
     run_name = line.value("run_name")
-    return Path(decided_by_rank_zero(lambda: str(find_checkpoint(ckpt_path, root, run_name))))
+
+    def find() -> str:
+        return str(find_checkpoint(ckpt_path, root, run_name))
+
+    return Path(decided_by_rank_zero("checkpoint", find))
 
 
 def build(loaded: Loaded) -> Trainer:
@@ -88,7 +92,7 @@ def build(loaded: Loaded) -> Trainer:
     flags["logger"] = False
     flags["enable_model_summary"] = False
     flags["precision"] = loaded.precision(flags["precision"])
-    flags["callbacks"] = [ExactCheckpoint(None), *flags["callbacks"]]
+    flags["callbacks"] = [ExactCheckpoint(None, seed=loaded.config.seed), *flags["callbacks"]]
     return build_trainer(flags)
 
 

@@ -20,7 +20,9 @@ How a resume in the middle of an epoch is exact:
    leave out its first k batches. If it has a state, the state is kept after every batch, and loaded
    again. It is tried before training (proof.py). Where it has none, or not a good one, checkpoints
    are only taken at the end of an epoch.
-4. A checkpoint holds a :class:`Start` and, for each loader, what :meth:`Passes.state_after` returns
+4. The seed is given, or drawn from torch's generator or the loader's own as a training starts
+   (:meth:`ExactLoading.settle_seed`), and kept in every checkpoint.
+5. A checkpoint holds a :class:`Start` and, for each loader, what :meth:`Passes.state_after` returns
    (passes.py). :meth:`ExactLoading.begin` puts the loaders there when training starts.
 """
 

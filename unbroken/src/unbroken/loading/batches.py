@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice, pairwise
+from dataclasses import InitVar, dataclass
+from itertools import cycle, islice, pairwise
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.utils import data
 from unbroken import contract
 from unbroken.errors import UserError
 from unbroken.loading.passes import Passes, Start
-from unbroken.loading.samplers import has_state, samplers_within
+from unbroken.loading.samplers import generators_of_order, has_state, samplers_within
 from unbroken.loading.seeding import seed_generators
 
 # A batch's epoch, its number in the epoch (which goes on counting over several passes), and the
@@ -27,9 +27,10 @@ class ExactBatches(Passes, data.Sampler[Request]):
     """What one rank's loader asks its dataset for.
 
     Training: global batch ``k`` is ``order[k·B·W : (k+1)·B·W]`` and rank ``r`` takes its ``r``-th
-    part, so W ranks with batch B train on what one rank with batch B·W trains on. The rest is
-    shared evenly as a last, smaller batch, or left out with ``drop_last`` and where it has fewer
-    samples than ranks.
+    part, so W ranks with batch B train on what one rank with batch B·W trains on. The rest is a
+    last, smaller batch, or left out with ``drop_last``. The ranks have equally many samples of it,
+    because a step may gather them: where the rest cannot be shared evenly, the first samples of the
+    order come once more, W - 1 at most, as PyTorch's DistributedSampler has it.
 
     Evaluation: every sample comes once. One rank has the batches of the loader that was given. On
     several ranks global batches differ by at most one sample: all ranks have equally many, so that
@@ -47,22 +48,26 @@ class ExactBatches(Passes, data.Sampler[Request]):
     training: bool = True
     # The dataset gives whole batches (see GathersBatches), also of no samples.
     in_memory: bool = False
-    seed: int = 0
+    seed: InitVar[int] = 0
     rank: int = 0
     world_size: int = 1
     # Where the dataset is asked.
     device: torch.device | None = None
     own_share: bool = False
 
-    def __post_init__(self) -> None:
-        super().__init__(self.source if has_state(self.source) else None)
-        self.num_samples = len(self.source)
+    def __post_init__(self, seed: int) -> None:
+        super().__init__(self.source if has_state(self.source) else None, seed)
         if self.batch_size is not None and self.training and self.drop_last:
             # A set that is smaller than a batch is one batch: drop_last would leave nothing.
             largest = max(1, self.num_samples // self.parts)
             self.batch_size = min(self.batch_size, largest)
         if not self.training:
             self._check_that_it_can_be_shared()
+
+    @property
+    def num_samples(self) -> int:
+        """Samples (or batches) of a whole pass. A dataset may change its length between passes."""
+        return len(self.source)
 
     @property
     def parts(self) -> int:
@@ -109,7 +114,10 @@ class ExactBatches(Passes, data.Sampler[Request]):
             order = order.to(self.device)
         epoch = self.start.epoch
         first_batch = self.start_batch
-        cuts = self._cuts(self.start_sample)
+        # A sampler may give fewer than it says.
+        cuts = self._cuts(min(self.start_sample, len(order)), len(order))
+        if cuts[-1] > len(order):
+            order = repeated(order, cuts[-1])
         # The next iteration starts at the first batch.
         self.start = Start(epoch)
         for number, (begin, end) in enumerate(pairwise(cuts), start=first_batch):
@@ -137,56 +145,60 @@ class ExactBatches(Passes, data.Sampler[Request]):
         earlier_passes = self.states if self.first else {}
         self.states = {**earlier_passes, self.first: self.state()}
         source = self.source
+        samples = self.num_samples
         if type(source) is data.SequentialSampler:
-            return torch.arange(self.num_samples)
+            return torch.arange(samples)
         permutes = type(source) is data.RandomSampler and not source.replacement
-        if permutes and self.num_samples == len(source.data_source):
+        if permutes and samples == len(source.data_source):
             generator = torch.Generator().manual_seed(epoch_seed)
-            return torch.randperm(self.num_samples, generator=generator)
+            return torch.randperm(samples, generator=generator)
         with isolate_rng(include_cuda=False):
             seed_generators(epoch_seed)
             for sampler in samplers_within(source):
                 if isinstance(sampler, contract.OrdersByEpoch):
                     sampler.set_epoch(self.start.epoch)
-                binds = isinstance(sampler, contract.BindsGenerator)
-                # It may be NumPy's, which cannot be seeded anew.
-                if binds and isinstance(sampler.generator, torch.Generator):
-                    sampler.generator.manual_seed(epoch_seed)
+            generators = generators_of_order(source)
+            # They may be for more than the order, and stay where they were.
+            states = [generator.get_state() for generator in generators]
+            for generator in generators:
+                generator.manual_seed(epoch_seed)
             # There are samplers that never end.
-            order = list(islice(source, len(source)))
-        self.num_samples = len(order)
+            order = list(islice(source, samples))
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
         is_numbers = bool(order) and isinstance(order[0], int)
         return torch.tensor(order) if is_numbers else order
 
     def _epoch_seed(self) -> int:
         # The epochs of two seeds lie far apart.
-        seed = self.seed * 1_000_003 + self.start.epoch
+        seed = self.seeds.order * 1_000_003 + self.start.epoch
         if self.first:
             # A further pass of the same epoch has another order.
             return hash((seed, self.first)) % 2**63
         return seed
 
-    def _cuts(self, first: int = 0) -> list[int]:
+    def _cuts(self, first: int = 0, samples: int | None = None) -> list[int]:
         """Where the global batches of an epoch's samples from ``first`` on begin, and the last one
-        ends.
+        ends. In training it may end behind the last of the ``samples`` (default: all).
         """
+        if samples is None:
+            samples = self.num_samples
         if self.training or self.parts == 1 or self.batch_size is None:
-            return self._cuts_of_one_size(first)
-        return self._equal_cuts()
+            return self._cuts_of_one_size(first, samples)
+        return self._equal_cuts(samples)
 
-    def _cuts_of_one_size(self, first: int) -> list[int]:
+    def _cuts_of_one_size(self, first: int, samples: int) -> list[int]:
         samples_per_batch = (self.batch_size or 1) * self.parts
-        cuts = list(range(first, self.num_samples + 1, samples_per_batch))
-        rest = self.num_samples - cuts[-1]
-        # Without a batch size no rest is as large as there are parts.
-        if rest >= self.parts and not self.drop_last:
-            return [*cuts, self.num_samples]
+        cuts = list(range(first, samples + 1, samples_per_batch))
+        rest = samples - cuts[-1]
+        if rest and not self.drop_last:
+            share = math.ceil(rest / self.parts)
+            cuts.append(cuts[-1] + share * self.parts)
         return cuts
 
-    def _equal_cuts(self) -> list[int]:
+    def _equal_cuts(self, samples: int) -> list[int]:
         """The cuts of an evaluation on several ranks: batches differ by one sample at most."""
         assert self.batch_size is not None
-        samples = self.num_samples
         if self.drop_last and samples > self.batch_size:
             # Leave out what one rank leaves out.
             samples -= samples % self.batch_size
@@ -197,6 +209,13 @@ class ExactBatches(Passes, data.Sampler[Request]):
             batches = min(batches, samples // self.parts)
         batches = max(1, batches)
         return [samples * number // batches for number in range(batches + 1)]
+
+
+def repeated(order: Any, length: int) -> Any:
+    """An order that goes on with its first entries until it has the length."""
+    if isinstance(order, Tensor):
+        return order[torch.arange(length, device=order.device) % len(order)]
+    return list(islice(cycle(order), length))
 
 
 def equally_many(batches: Sequence[Sequence[Any]], ranks: int) -> list[list[Any]]:

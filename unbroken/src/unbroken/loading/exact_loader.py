@@ -12,7 +12,7 @@ from unbroken import contract
 from unbroken.lightning_internals import iterator_of
 from unbroken.loading.batches import ExactBatches, Request, equally_many
 from unbroken.loading.fetch import Fetch
-from unbroken.loading.samplers import exact_source, gathers
+from unbroken.loading.samplers import cuts_as_torch_does, exact_source, gathers
 from unbroken.loading.workers import end_workers_at_exit, iterate, prepare_worker
 
 # What an exact loader takes over from the loader that was given.
@@ -52,7 +52,8 @@ class ExactLoader(DataLoader[Any]):
         loader: The plain loader (see :func:`unbroken.loading.samplers.is_plain`) over a
             map-style dataset.
         training: Whether it is trained on, or evaluated.
-        seed: The order and all random numbers of the data come from it.
+        seed: The order and all random numbers of the data come from it, unless the sampler gets
+            other ``seeds``.
         rank: This process, 0 to ``world_size - 1``.
         world_size: Processes that train together.
         own_share: The loader gives this rank's share of the data already: its batches are not cut
@@ -83,7 +84,7 @@ class ExactLoader(DataLoader[Any]):
         # the user cuts them.
         batch_size = None
         drop_last = False
-        if type(batch_sampler) is data.BatchSampler:
+        if cuts_as_torch_does(batch_sampler):
             batch_size = batch_sampler.batch_size
             drop_last = batch_sampler.drop_last
         elif source is batch_sampler and not training and world_size > 1 and not own_share:
@@ -135,9 +136,11 @@ class ExactLoader(DataLoader[Any]):
         """Batches. A generator: workers start when the first batch is asked for, at an epoch's
         start.
         """
+        fetch: Any = self.fetching.dataset
+        fetch.seed = self.sampler.seeds.draws
         if self.sampler.in_memory and not self.num_workers and not self.pin_memory:
             # PyTorch's loader would take longer than the batch.
             for request in self.sampler:
-                yield self.fetching.dataset[request]
+                yield fetch[request]
         else:
             yield from iterate(self.fetching)

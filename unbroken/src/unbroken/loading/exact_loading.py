@@ -1,11 +1,11 @@
 """Chooses the form in which a run's loaders are read, and puts them where training starts."""
 
-import os
 from collections.abc import Callable
 from enum import Enum, auto
 from itertools import chain, repeat
 from typing import Any
 
+import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
@@ -21,6 +21,7 @@ from unbroken.loading.proof import OTHER_SAMPLES, Proof, fault_of_next_epoch, pr
 from unbroken.loading.samplers import (
     SEEDABLE,
     deals_in_order,
+    generators_of_order,
     gives_a_share,
     has_state,
     is_plain,
@@ -28,9 +29,10 @@ from unbroken.loading.samplers import (
     samplers_within,
     source_of,
 )
+from unbroken.loading.seeding import Seeds, seed_from
 from unbroken.loading.watched_loader import WatchedLoader
 from unbroken.seams import Seams
-from unbroken.stopping.ranks import of_all_ranks, say
+from unbroken.stopping.ranks import of_all_ranks, of_rank_zero, say
 from unbroken.stopping.stop import NextBatch
 
 
@@ -52,12 +54,14 @@ class ExactLoading:
     them.
 
     Args:
-        seed: For order and random numbers of the data. Default: the one that ``seed_everything``
-            recorded, else 0.
+        seed: For order and random numbers of the data. None: it is drawn from torch's generator
+            (see :meth:`settle_seed`).
     """
 
     def __init__(self, seed: int | None = None) -> None:
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", "0")) if seed is None else seed
+        self.seed = seed
+        # Those of the training's loaders, by their number in an epoch.
+        self.seeds: list[Seeds] = []
         self.start = Start()
         # Whether the data are shared among the ranks here. False: the user has done so
         # (use_distributed_sampler=False).
@@ -83,18 +87,27 @@ class ExactLoading:
         self._tried_validations: set[str] = set()
 
     def install(self, seams: Seams, trainer: Trainer) -> None:
-        """From now on the trainer's loaders pass through here. The seed is rank zero's on all
-        ranks, whose shares are then those of one order.
-        """
-        self.seed = trainer.strategy.broadcast(self.seed)
+        """From now on the trainer's loaders pass through here."""
         seams.process_loaders(lambda loader: self.exact(loader, trainer))
+
+    def settle_seed(self) -> None:
+        """Draw the seed from torch's generator, as a plain loader does, unless there is one: a
+        given one, or that of a checkpoint.
+
+        It is rank zero's on all ranks, whose shares are then those of one order.
+        """
+        if self.seed is None:
+            self.seed = of_rank_zero(seed_from(torch.default_generator))
 
     def exact(self, loader: Any, trainer: Trainer) -> Any:
         """A loader in its exact form, or as it is where there is none."""
+        self.settle_seed()
         training = trainer.training
         if training:
             self._expect_loaders_of(trainer.current_epoch, trainer)
-        seed = self._seed_of_next(training)
+        assert self.seed is not None
+        seeds = self._seeds_of_next(loader) if training else Seeds(self.seed, self.seed)
+        seed = seeds.order
         form = self._form_of(loader, training, trainer.world_size)
         if form is Form.EXACT and trainer.world_size > 1 and not ranks_hold_the_same(loader):
             form = Form.OWN_DATA
@@ -116,6 +129,7 @@ class ExactLoading:
                 self._note_shares(loader, form, trainer)
             if form is not Form.EXACT and trainer.world_size > 1:
                 self._compare_shares(found, trainer)
+        found.sampler.seeds = seeds
         if training:
             self._add(found)
         return found
@@ -123,8 +137,11 @@ class ExactLoading:
     def begin(self) -> None:
         """Put the loaders where training starts."""
         places = chain(self.start.loaders, repeat((0, None)))
-        for loader, (first, state) in zip(self.training, places, strict=False):
-            loader.start_at(self.start, first, state)
+        for passes, (first, state) in zip(self.training, places, strict=False):
+            passes.start_at(self.start, first, state)
+        # Some were made before the checkpoint was read.
+        for passes, seeds in zip(self.training, self.seeds, strict=False):
+            passes.seeds = seeds
 
     @property
     def samples_per_batch(self) -> int:
@@ -150,11 +167,19 @@ class ExactLoading:
         if epoch > self.start.epoch or (reloads and starts_with_epoch):
             self.start = Start(max(epoch, self.start.epoch))
 
-    def _seed_of_next(self, training: bool) -> int:
-        """Training loaders side by side differ in order and draws."""
-        if training and self.training:
-            return hash((self.seed, len(self.training))) % 2**32
-        return self.seed
+    def _seeds_of_next(self, loader: Any) -> Seeds:
+        """The seeds of the training's next loader: of its own generators, where it has them, else
+        of the run's seed, by which loaders side by side differ.
+
+        They are rank zero's on all ranks, and those of an earlier epoch where the loaders are made
+        anew.
+        """
+        number = len(self.training)
+        if number == len(self.seeds):
+            own = hash((self.seed, number)) % 2**32 if number else self.seed
+            mine = seeds_of(loader, own)
+            self.seeds.append(Seeds(*of_rank_zero(mine)))
+        return self.seeds[number]
 
     def _form_of(self, loader: Any, training: bool, world_size: int) -> Form:
         if not is_plain(loader) or is_stream(loader.dataset):
@@ -417,6 +442,24 @@ def ranks_hold_the_same(loader: DataLoader[Any]) -> bool:
     """Whether the data of a loader are the same on every rank, as far as can be seen at once."""
     first, *others = of_all_ranks(held_data(loader))
     return all(is_alike(first, other) for other in others)
+
+
+def seeds_of(loader: Any, seed: int) -> Seeds:
+    """The seeds of a loader, drawn from its own generators where it has them, as PyTorch does.
+
+    Args:
+        loader: As the user gave it.
+        seed: For what has no generator of its own.
+    """
+    if not isinstance(loader, DataLoader):
+        return Seeds(seed, seed)
+    draws = seed if loader.generator is None else seed_from(loader.generator)
+    generators = generators_of_order(source_of(loader))
+    if not generators:
+        return Seeds(seed, draws)
+    # A loader that shuffles gives its generator to its sampler.
+    is_same = generators[0] is loader.generator
+    return Seeds(draws if is_same else seed_from(generators[0]), draws)
 
 
 def _has_known_order(source: Any) -> bool:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from unbroken.loading.seeding import Seeds
+
 
 class Start(NamedTuple):
     """Where in an epoch training goes on."""
@@ -31,10 +33,14 @@ class Passes:
     Args:
         owner: What has a state that checkpoints keep (a sampler, loader or dataset); None where
             nothing has.
+        seed: For order and random numbers.
     """
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, seed: int) -> None:
         self.owner = owner
+        # A run may give it others before it is read. A loader that has no exact form uses that of
+        # the draws alone: its order is its own.
+        self.seeds = Seeds(seed, seed)
         # Where the next pass starts.
         self.start = Start()
         # The number in the epoch of the batch at which the next pass begins: the batches of earlier

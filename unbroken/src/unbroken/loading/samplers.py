@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils import data
@@ -62,10 +63,30 @@ def source_of(loader: DataLoader[Any]) -> Any:
     batch_sampler: Any = loader.batch_sampler
     if batch_sampler is None:
         return loader.sampler
-    if type(batch_sampler) is data.BatchSampler:
+    if cuts_as_torch_does(batch_sampler):
         # Not the loader's sampler: the user may have given this BatchSampler.
         return batch_sampler.sampler
     return batch_sampler
+
+
+def cuts_as_torch_does(batch_sampler: Any) -> bool:
+    """Whether a batch sampler only cuts its sampler's order into batches of one size."""
+    if not isinstance(batch_sampler, data.BatchSampler):
+        return False
+    has_more = has_state(batch_sampler) or isinstance(batch_sampler, contract.OrdersByEpoch)
+    return type(batch_sampler).__iter__ is data.BatchSampler.__iter__ and not has_more
+
+
+def generators_of_order(source: Any) -> list[torch.Generator]:
+    """The generators of torch that a sampler, and those within it, draw the order from.
+
+    A generator of NumPy is left alone: nobody knows whether the order is all that it is for.
+    """
+    holders = [
+        each for each in samplers_within(source) if isinstance(each, contract.BindsGenerator)
+    ]
+    found = [each.generator for each in holders]
+    return [each for each in found if isinstance(each, torch.Generator)]
 
 
 def exact_source(loader: DataLoader[Any], training: bool, own_share: bool) -> Any:

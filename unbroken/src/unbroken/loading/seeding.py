@@ -2,10 +2,24 @@
 
 import random
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+
+class Seeds(NamedTuple):
+    """What a loader's numbers come from."""
+
+    # The order of its samples.
+    order: int
+    # What is drawn as a batch is loaded.
+    draws: int
+
+
+def seed_from(generator: torch.Generator) -> int:
+    """A seed that is drawn from a generator, which moves on. PyTorch's own loader does the same."""
+    return int(torch.randint(2**32, (), generator=generator, device=generator.device))
 
 
 def seed_generators(seed: int) -> None:

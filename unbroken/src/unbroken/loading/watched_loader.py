@@ -52,9 +52,8 @@ class WatchedLoader(Passes):
         seed: int,
         goes_on: Callable[[int, bool], bool] | None = None,
     ) -> None:
-        super().__init__(owner)
+        super().__init__(owner, seed)
         self.loader = loader
-        self.seed = seed
         self.goes_on = goes_on
         # The length of the shortest rank's loader, where the ranks' lengths differ.
         self.shortest: int | None = None
@@ -165,12 +164,13 @@ class WatchedLoader(Passes):
     def _iterate(self, first: int) -> Iterator[Any]:
         stream = getattr(self.fetching, "dataset", None)
         if isinstance(stream, SeededStream):
+            stream.seed = self.seeds.draws
             stream.begin_pass(self.start.epoch, first)
 
         def begin() -> Iterator[Any]:
             if self.owner is None:
                 # Where a state is kept, the generators are a part of it.
-                seed = hash((self.seed, self.start.epoch, first))
+                seed = hash((self.seeds.draws, self.start.epoch, first))
                 seed_them(generators_in(self.loader), seed)
             return iterate(self.fetching)
 
@@ -190,7 +190,7 @@ class WatchedLoader(Passes):
 
     def _drawn_for(self, batch: int, make: Callable[[], Any]) -> Any:
         with isolate_rng(include_cuda=False):
-            seed_generators(hash((self.seed, self.start.epoch, batch)))
+            seed_generators(hash((self.seeds.draws, self.start.epoch, batch)))
             return make()
 
     def load(self, state: Any) -> None:

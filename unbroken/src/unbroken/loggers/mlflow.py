@@ -7,19 +7,21 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
-from unbroken.cli.cli import Configuration
 from unbroken.errors import UserError
 from unbroken.loggers.followers import Row, WholeRows, keep_name, name_in_tracker
 from unbroken.loggers.patience import failure_within
 from unbroken.results.run_result import RunResult
 from unbroken.run_folder import RunFolder
 from unbroken.tables import flat
+
+if TYPE_CHECKING:
+    from unbroken.cli.cli import Configuration
 
 DATABASE = "mlflow.db"
 ARTIFACTS = "mlflow-artifacts"

@@ -7,14 +7,13 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 
-from unbroken.cli.cli import Configuration
 from unbroken.errors import UserError
 from unbroken.loggers.followers import Row, WholeRows, keep_name, last_steps, name_in_tracker
 from unbroken.loggers.patience import failure_within
@@ -22,6 +21,9 @@ from unbroken.results.run_result import RunResult
 from unbroken.run_folder import RunFolder
 from unbroken.stopping.ranks import say
 from unbroken.tables import flat
+
+if TYPE_CHECKING:
+    from unbroken.cli.cli import Configuration
 
 FOLDER = "trackio"
 # Seconds that a run waits for trackio at its end. A stopped run has ten for everything.

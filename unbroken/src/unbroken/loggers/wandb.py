@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -30,7 +30,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from unbroken import contract
 from unbroken.checkpoint.following import Best
-from unbroken.cli.cli import Configuration
 from unbroken.errors import UserError, require
 from unbroken.loggers.followers import Row, keep_name, last_steps, name_in_tracker
 from unbroken.loggers.patience import failure_within
@@ -41,6 +40,9 @@ from unbroken.run_folder import RunFolder
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import is_rank_zero, say
 from unbroken.tables import columns_of
+
+if TYPE_CHECKING:
+    from unbroken.cli.cli import Configuration
 
 # The last two are old names of the first two.
 MODES = ("online", "offline", "disabled", "run", "dryrun")

@@ -127,6 +127,11 @@ def chosen_here() -> bool:
     return os.environ.get("OMP_NUM_THREADS") == os.environ.get(OURS, "")
 
 
+def user_chose() -> bool:
+    """Whether the user set ``OMP_NUM_THREADS``, and neither this module nor :func:`share`."""
+    return os.environ.get(OURS) not in ("", os.environ.get("OMP_NUM_THREADS"))
+
+
 def keep_freed_memory() -> None:
     """Let the C library keep what is freed for the next step, unless the user has set it (Linux
     with glibc).

@@ -3,8 +3,8 @@
 PyTorch's OpenMP threads spin while they wait for each other. That is the fastest on an idle
 machine, and a trap on a busy one, where every tiny operation waits for a thread that is not
 running. So they sleep while the machine is busy: see :class:`Waiting`. ``OMP_WAIT_POLICY`` and
-``GOMP_SPINCOUNT`` in the environment win. Linux only; elsewhere threads.py, beside this file, lets threads sleep
-always. The other reasons why a run is fast on a CPU stand there, too.
+``GOMP_SPINCOUNT`` in the environment win. Linux only; elsewhere threads.py, beside this file, lets
+threads sleep always. The other reasons why a run is fast on a CPU stand there, too.
 """
 
 import contextlib

@@ -19,17 +19,17 @@ from fsspec.core import url_to_fs
 from unbroken.errors import UserError, nearest, without_control_characters
 from unbroken.mirror.manifest import LONGEST
 
-# What to install for a kind of address. The extras stand in pyproject.toml.
-EXTRAS = {
-    "s3": "mirror-s3",
-    "s3a": "mirror-s3",
-    "gs": "mirror-gs",
-    "gcs": "mirror-gs",
-    "az": "mirror-az",
-    "abfs": "mirror-az",
-    "abfss": "mirror-az",
-    "sftp": "mirror-sftp",
-    "ssh": "mirror-sftp",
+# What to install for a kind of address. The extras mirror-* in pyproject.toml bring the same.
+PACKAGES = {
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
+    "az": "adlfs",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "sftp": "paramiko",
+    "ssh": "paramiko",
 }
 # These have no folders: to make one would make a bucket, perhaps of a name that was mistyped.
 WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "oci"}
@@ -84,8 +84,8 @@ class Store:
             # Each object has a connection of its own: a stalled one must not hold up the others.
             files, root = url_to_fs(self.url, skip_instance_cache=True)
         except ImportError as error:
-            extra = EXTRAS.get(protocol)
-            how = f"pip install '.[{extra}]'" if extra else one_line(error)
+            package = PACKAGES.get(protocol)
+            how = f"pip install {package}" if package else one_line(error)
             raise UserError(
                 f"{self.option} {self.shown} needs a package that is not installed: {how}."
             ) from None

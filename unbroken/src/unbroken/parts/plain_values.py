@@ -28,6 +28,8 @@ from unbroken.errors import UserError
 from unbroken.holding.bounds import LARGEST_ARRAY_BYTES, MOST_TEXTS
 from unbroken.tensors.same_values import is_same
 
+# The rooms of the library whose classes a task is made of
+TASKS = ("unbroken.tasks.", "unbroken.data.")
 # A tensor that was on the accelerator
 ON_ACCELERATOR = "torch.Tensor.on_accelerator"
 # NumPy's arrays and numbers become tensors.
@@ -191,7 +193,13 @@ def is_plain_dataclass(kind: type) -> bool:
 
 
 def is_users_own(kind: type) -> bool:
-    """Whether a class is neither Python's nor of an installed package."""
+    """Whether a class is neither Python's nor of an installed package.
+
+    The library's tasks count as the user's, wherever it lies: he configures them and inherits from
+    them.
+    """
+    if kind.__module__.startswith(TASKS):
+        return True
     module = sys.modules.get(kind.__module__)
     if kind.__module__.partition(".")[0] in sys.stdlib_module_names or module is None:
         return False

@@ -6,8 +6,11 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-# The modules whose classes are neither the user's nor features of this project.
-NOT_THE_USERS = ("lightning.", __name__.rpartition(".")[0])
+# Rooms of the library that keep a run's promises. Monitors, loggers and the like are somebody's
+# choice and count as the user's.
+ENGINE = ("checkpoint", "loading", "mirror", "parts", "seams", "stopping", "storage")
+# The modules whose classes are neither the user's nor chosen by him
+NOT_THE_USERS = ("lightning.", *(f"unbroken.{room}" for room in ENGINE))
 
 
 def users_callbacks(trainer: Trainer) -> list[Any]:

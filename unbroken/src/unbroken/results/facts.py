@@ -24,6 +24,7 @@ from unbroken import contract
 from unbroken.machine.hardware import cpu
 from unbroken.machine.waiting import waiting
 from unbroken.mirror.store import without_password
+from unbroken.version import __version__
 
 PACKAGES = ("torch", "torchvision", "lightning", "torchmetrics", "wandb", "numpy")
 GIT_PATIENCE = 5  # seconds
@@ -221,7 +222,7 @@ def git_state(code: Path) -> tuple[str | None, bool | None]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that make a result."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "unbroken": __version__}
     for package in PACKAGES:
         with suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)

@@ -62,6 +62,8 @@ class Run:
             parts=[MetricRows(self.metrics_csv)],
             run_id=run_folder.run_id,
             changed=bool(run_folder.changes),
+            seed=self.config.seed,
+            chosen=self.config.chosen,
             requeue_signal=requeue_signal(as_list(self.config.trainer["plugins"])),
             mirror=run_folder.mirror,
         )
@@ -145,4 +147,4 @@ class Job(Program):
         flags["callbacks"] = [*hooked, *listed, *extra]
         flags["logger"] = loggers
         flags["default_root_dir"] = run.folder
-        return build_trainer(flags)
+        return build_trainer(flags, config.chosen)

@@ -14,10 +14,12 @@ from typing import Any
 
 from unbroken.errors import UserError, without_control_characters
 
-# Lightning's child ranks inherit what rank zero has decided.
-DECISION_VARIABLE = "PROJECT_RANK_ZERO_DECISION"
+# Lightning's child ranks inherit what rank zero has decided, as JSON: name → value.
+DECISION_VARIABLE = "UNBROKEN_RANK_ZERO_DECISION"
+# What this process has decided as rank zero, for that variable.
+DECISIONS: dict[str, Any] = {}
 # The process id of rank zero, for them.
-RANK_ZERO_VARIABLE = "PROJECT_RANK_ZERO_PID"
+RANK_ZERO_VARIABLE = "UNBROKEN_RANK_ZERO_PID"
 # How often ranks that start look whether the others are there.
 MEETING_POLL_SECONDS = 0.05
 
@@ -78,22 +80,28 @@ def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
+def of_rank_zero(value: Any) -> Any:
+    """Rank zero's ``value``. Every rank must call it."""
+    return of_all_ranks(value)[0]
+
+
+def decided_by_rank_zero(name: str, decide: Callable[[], Any]) -> Any:
     """``decide()`` of rank zero, known to every rank: JSON, whose paths may become text, or the
     UserError raised.
 
     Ranks that torchrun or SLURM has started meet here, early. Lightning finds the process group and
-    uses it.
+    uses it. Its child ranks ask for what rank zero has decided under this ``name``.
     """
     if is_child():
-        return inherited_decision()
+        return inherited_decision(name)
     rank, world_size, _ = launched_world()
     if world_size == 1 and os.environ.get("NODE_RANK", "0") != "0":
         how = "Start several machines with torchrun, see docs/scale_out.md."
         raise UserError(f"NODE_RANK is set without a launcher. {how}")
     if world_size == 1:
         decision = decide()
-        os.environ[DECISION_VARIABLE] = json.dumps(decision, default=str)
+        DECISIONS[name] = decision
+        os.environ[DECISION_VARIABLE] = json.dumps(DECISIONS, default=str)
         os.environ[RANK_ZERO_VARIABLE] = str(os.getpid())
         return decision
     meet(rank, world_size)
@@ -109,12 +117,12 @@ def decided_by_rank_zero(decide: Callable[[], Any]) -> Any:
     return decision
 
 
-def inherited_decision() -> Any:
-    """What rank zero has decided, before it started this process."""
+def inherited_decision(name: str) -> Any:
+    """What rank zero has decided under this name, before it started this process."""
     found = os.environ.get(DECISION_VARIABLE, "")
     try:
-        return json.loads(found)
-    except ValueError:
+        return json.loads(found)[name]
+    except (ValueError, LookupError, TypeError):
         what = f"{DECISION_VARIABLE} is what rank 0 tells its ranks, got '{found}'"
         raise UserError(f"{what}. Unset it.") from None
 

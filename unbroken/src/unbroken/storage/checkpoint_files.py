@@ -35,6 +35,8 @@ VALUES = (type(None), bool, int, float, str, dict, list)
 PLAIN = (*VALUES, complex, bytes, torch.dtype, torch.device, *MAPPINGS, *SEQUENCES)
 # What this project adds to Lightning's checkpoint: name, configuration, data source, ...
 RUN_KEY = "run"
+# What the run chose by itself, in what this project adds: see :mod:`unbroken.chosen`.
+CHOSEN = "chosen"
 # The names of entries that were left out, in what this project adds.
 LEFT_OUT = "left_out"
 
@@ -410,10 +412,20 @@ RECORD: dict[str, Any] = {
     "metrics": dict,
     "versions": dict,
     "state": dict,
+    CHOSEN: dict,
     "run_name": str,
     "run_id": str,
     "can_go_on": bool,
     LEFT_OUT: list,
+}
+# What a run may have chosen by itself
+CHOICES: dict[str, Any] = {
+    "precision": str,
+    "accelerator": str,
+    "devices": int,
+    "threads": int,
+    # With so many ranks that many threads were chosen.
+    "ranks": int,
 }
 # Words of names under which callbacks and modules keep paths
 NAMES_OF_PATHS = {
@@ -439,11 +451,12 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
         )
     _check(run, RECORD, path, "run")
     _check(run["config"], SECTIONS, path, "run.config")
+    _check(run.get(CHOSEN, {}), CHOICES, path, f"run.{CHOSEN}")
     for key in run["config"]:
         # The parser would take it for a section's entry.
         if "." in str(key):
             raise _changed(path, f"run.config.{key}")
-    for key in ("config", "metrics", "data_source", "versions"):
+    for key in ("config", "metrics", "data_source", "versions", CHOSEN):
         for _, value in _leaves(run.get(key), with_places=False):
             if not isinstance(value, VALUES):
                 raise _changed(path, f"run.{key}")

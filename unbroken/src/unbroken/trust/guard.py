@@ -1,6 +1,6 @@
 """What a checkpoint's configuration may make. This file decides it alone;
-:mod:`unbroken.storage.own_runs` says whose a file is, :mod:`unbroken.storage.checkpoint_files` reads it
-without running anything.
+:mod:`unbroken.storage.own_runs` says whose a file is, and
+:mod:`unbroken.storage.checkpoint_files` reads it without running anything.
 
 Whose file it is
     * *The user's own*: a run of this user on this machine wrote it, and no entry was changed since
@@ -76,10 +76,10 @@ from lightning.pytorch.plugins import CheckpointIO, ClusterEnvironment, Precisio
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 
-from unbroken.cli.trackers import RUN_FOLDER
 from unbroken.errors import UserError, without_control_characters
 from unbroken.lightning_internals import parser_asks
 from unbroken.lightning_names import name_in_lightning
+from unbroken.run_folder import RUN_FOLDER
 from unbroken.storage.bounded_reading import BoundedMaking
 
 # The folders in which the programs of this process lie

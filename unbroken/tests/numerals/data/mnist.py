@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 from torch.utils.data import Dataset
+
 from unbroken.data.base import Split
 from unbroken.data.idx_files import find_idx, read_idx
 from unbroken.data.images import BatchedDataModule, TensorImages

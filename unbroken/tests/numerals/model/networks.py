@@ -3,6 +3,7 @@
 import math
 
 from torch import Tensor, nn
+
 from unbroken.errors import UserError, require
 
 __all__ = ["MLP", "ConvNet"]

@@ -175,7 +175,7 @@ def check_packages(formats: Sequence[str]) -> None:
     if missing:
         raise UserError(
             f"export needs {', '.join(missing)}, which training does not. "
-            "Run pip install '.[export]', or leave formats out with --formats."
+            f"Run pip install {' '.join(missing)}, or leave formats out with --formats."
         )
 
 

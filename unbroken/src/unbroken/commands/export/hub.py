@@ -17,7 +17,7 @@ from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from unbroken import __version__, contract
+from unbroken import contract
 from unbroken.cli.plain_values import dump_yaml
 from unbroken.cli.read_checkpoint import Loaded
 from unbroken.commands.export.compare import as_bytes
@@ -26,6 +26,7 @@ from unbroken.commands.export.write import metadata
 from unbroken.errors import UserError, require
 from unbroken.results.facts import PACKAGES
 from unbroken.tables import format_metric, is_number
+from unbroken.version import __version__
 
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"

@@ -31,7 +31,7 @@ from unbroken.tables import format_table, write_rows
 try:
     import optuna
 except ModuleNotFoundError:
-    raise UserError("a local sweep needs Optuna. Install it: pip install -e '.[sweep]'") from None
+    raise UserError("a local sweep needs Optuna. Install it: pip install optuna") from None
 
 from unbroken.commands.sweep.results import draw, result_rows
 from unbroken.commands.sweep.space import Space, as_typed, read_space

@@ -1,0 +1,3 @@
+"""A clone under a name of its own, and the library that it takes along."""
+
+from unbroken.commands.rename.command import main as main
