@@ -150,7 +150,7 @@ def values_inside(value: Any) -> Collection[Any] | None:
         return None if holds_many_texts(value) else value
     if kind in (*MAPPINGS, defaultdict):
         are_held = all(map(is_key, value)) and not holds_many_texts(value.values())
-        return value.values() if are_held else None
+        return [*value.values(), *attributes_of(value).values()] if are_held else None
     if is_named_tuple(kind):
         return value if is_found_by_name(kind) else None
     if is_plain_dataclass(kind):
@@ -249,8 +249,21 @@ def copied(value: Any) -> Any:
     if kind in (list, tuple):
         return kind(copied_entries(value))
     if kind in MAPPINGS:
-        return kind(copied_items(value))
+        items = kind(copied_items(value))
+        return with_attributes(items, copied_items(attributes_of(value)))
     return copied_by_name(value)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an OrderedDict. A state dict keeps versions and sizes in one."""
+    return vars(value) if type(value) is OrderedDict else {}
+
+
+def with_attributes(items: Any, attributes: dict[str, Any]) -> Any:
+    """A dictionary that has got such attributes."""
+    if attributes:
+        vars(items).update(attributes)
+    return items
 
 
 def copied_by_name(value: Any) -> Any:
@@ -370,7 +383,8 @@ def like(now: Any, saved: Any, device: torch.device) -> Any:
             return MAKERS[name](now, held, device)
         if name in BY_NAME:
             return BY_NAME[name].made(held)
-    return type(saved)(items_like(now, saved, device))
+    items = type(saved)(items_like(now, saved, device))
+    return with_attributes(items, items_like({}, attributes_of(saved), device))
 
 
 def entries_like(now: Any, saved: Any, device: torch.device) -> list[Any]:

@@ -50,7 +50,10 @@ class NotKept:
                     f"a resume may not be exact: {each.attribute} changes in training, and a"
                     f" checkpoint cannot hold it ({what_it_is(held, each)}). {ADVICE}"
                 )
-        for name in sorted(made_by_users(held) - self._there - self._told):
+        for name in sorted(made_by_users(held) - self._there):
+            if any(f"{name}.".startswith(f"{told}.") for told in self._told):
+                # What it lies in was told.
+                continue
             self._told.add(name)
             found.append(
                 f"a resume may not be exact: training has made {name}, and a resumed run has"
