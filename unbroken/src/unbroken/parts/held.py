@@ -182,7 +182,8 @@ class _Look:
         lightnings = [*trainer.optimizers, *schedules, *everyone, *trainer.loggers, data]
         # What Lightning saves itself, and what is read for the training and its evaluations.
         self.seen_to = {id(each) for each in lightnings}
-        self.layers = {id(each) for each in module.modules()}
+        self.named = list(module.named_modules())
+        self.layers = {id(each) for _, each in self.named}
         self.weights = {id(each) for each in module.parameters()}
         self.optimizer_states = {id(each.state) for each in trainer.optimizers}
         self.read = _read_by(trainer)
@@ -191,10 +192,10 @@ class _Look:
 
     def module(self) -> None:
         module = self.trainer.lightning_module
-        metrics = [part for part in module.modules() if isinstance(part, Metric)]
+        metrics = [part for _, part in self.named if isinstance(part, Metric)]
         inside_metrics = {id(part) for metric in metrics for part in metric.modules()}
         places: list[Place] = []
-        for path, part in module.named_modules():
+        for path, part in self.named:
             name = f"module.{path}".rstrip(".")
             self.held.layers[name] = part
             if not isinstance(part, Metric) and id(part) in inside_metrics:
@@ -281,7 +282,7 @@ class _Look:
             if type(value) in IMMUTABLE:
                 if value is not None or not only_singles:
                     attributes[path] = value
-            elif isinstance(value, FUNCTIONS):
+            elif isinstance(value, FUNCTIONS) or (only_singles and is_row_of_numbers(value)):
                 continue
             elif is_single(value) or (not only_singles and is_plain(value)):
                 if is_object(value):
@@ -445,6 +446,11 @@ def declares_state(value: Any) -> bool:
 def is_not_overridden(value: Any, kind: type) -> bool:
     """Whether an object's ``state_dict`` is that of a base class."""
     return type(value).state_dict is kind.state_dict  # type: ignore[attr-defined]
+
+
+def is_row_of_numbers(value: Any) -> bool:
+    """Whether a value is a short list of numbers, such as the size of a layer's kernel."""
+    return type(value) in (tuple, list) and IMMUTABLE.issuperset(map(type, value))
 
 
 def package_of(owner: Any) -> str:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import itertools
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -39,6 +41,8 @@ NUMBER_OF_NUMPY = "numpy.generic"
 QUEUE = "collections.deque"
 DEFAULTS = "collections.defaultdict"
 FROZEN_SET = "frozenset"
+# Many tensors of one number, such as losses, are one tensor.
+STACKED = "torch.stack"
 # Objects of the user's own classes: the name of the class, and what the object holds.
 MEMBER = "enum.Enum"
 NAMED_TUPLE = "namedtuple"
@@ -192,6 +196,7 @@ def is_plain_dataclass(kind: type) -> bool:
     return kind.__bases__ == (object,) and is_users_own(kind)
 
 
+@functools.cache
 def is_users_own(kind: type) -> bool:
     """Whether a class is neither Python's nor of an installed package.
 
@@ -246,8 +251,11 @@ def copied(value: Any) -> Any:
         return {NAMES[kind]: KINDS[kind].held(value)}
     if kind in IMMUTABLE:
         return value
-    if kind in (list, tuple):
-        return kind(copied_entries(value))
+    if kind is list:
+        together = stacked(value)
+        return copied_entries(value) if together is None else {STACKED: together}
+    if kind is tuple:
+        return tuple(copied_entries(value))
     if kind in MAPPINGS:
         items = kind(copied_items(value))
         return with_attributes(items, copied_items(attributes_of(value)))
@@ -291,25 +299,25 @@ def copied_by_name(value: Any) -> Any:
 
 def copied_entries(values: Any) -> list[Any]:
     """Copies of what a list, tuple or queue holds."""
-    together = copied_together(values)
-    return [copied(each) for each in values] if together is None else together
+    return [copied(each) for each in values]
 
 
-def copied_together(values: Any) -> list[Any] | None:
-    """Copies of many numbers in tensors, such as losses, by one call; None where they differ.
+def stacked(values: list[Any]) -> Tensor | None:
+    """A copy of many tensors of one number, such as losses, as one tensor; None where they differ.
 
-    A call for each takes ten times as long.
+    To copy and save each by itself takes many times as long.
     """
     if len(values) < FEWEST_TOGETHER or set(map(type, values)) != {Tensor}:
         return None
     first = next(iter(values))
     if first.device.type != "cpu" or first.layout != torch.strided or first.numel() > 1:
         return None
-    kinds = {(each.dtype, each.shape, each.device, each.layout) for each in values}
-    if len(kinds) > 1:
+    if len({each.dtype for each in values}) > 1:
         return None
-    with torch.no_grad():
-        return list(torch.stack(list(values)).unbind())
+    # Of other sizes, layouts or devices they cannot be put together.
+    with torch.no_grad(), suppress(RuntimeError):
+        return torch.stack(values)
+    return None
 
 
 def copied_items(values: Any) -> dict[Any, Any]:
@@ -402,6 +410,11 @@ def items_like(now: Any, saved: Any, device: torch.device) -> dict[Any, Any]:
     return {key: like(there.get(key), each, device) for key, each in saved.items()}
 
 
+def row_like(now: Any, held: Any, device: torch.device) -> Any:
+    """A list of tensors, each with memory of its own."""
+    return entries_like(now, [each.clone() for each in held.unbind()], device)
+
+
 def queue_like(now: Any, held: Any, device: torch.device) -> Any:
     """A queue."""
     entries, length = held
@@ -464,6 +477,7 @@ MAKERS: dict[str, Callable[[Any, Any, torch.device], Any]] = {
     ON_ACCELERATOR: lambda now, held, device: held.to(device),
     ARRAY: lambda now, held, device: held.numpy(),
     NUMBER_OF_NUMPY: lambda now, held, device: held.numpy()[()],
+    STACKED: row_like,
     FROZEN_SET: lambda now, held, device: frozenset(held),
     QUEUE: queue_like,
     DEFAULTS: defaults_like,

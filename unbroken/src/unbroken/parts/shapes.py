@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 from unbroken.parts.held import Held
@@ -24,7 +24,7 @@ class Shapes:
     """
 
     def __init__(self) -> None:
-        self._weights: dict[str, tuple[int, ...]] = {}
+        self._weights: dict[str, torch.Size] = {}
         self._optimizers: list[Any] = []
         self._schedules: list[str] = []
 
@@ -41,6 +41,13 @@ class Shapes:
         if weights != self._weights:
             if not is_overridden("on_load_checkpoint", trainer.lightning_module):
                 found.append(line_of_weights(self._weights, weights))
+            elif names := sorted(weights.keys() - self._weights.keys() - trained_by(trainer)):
+                found.append(
+                    f"a resume of this run may be refused: training has made {names[0]}, which no"
+                    " optimizer trains. If configure_optimizers takes all parameters, it takes that"
+                    " one, too, as soon as on_load_checkpoint makes it: let it take those that the"
+                    " optimizer has now."
+                )
             self._weights = weights
         optimizers = outline_of_optimizers(trainer)
         if optimizers != self._optimizers:
@@ -58,21 +65,27 @@ class Shapes:
         return found
 
 
-def sizes_of(held: Held) -> dict[str, tuple[int, ...]]:
-    """The size of each parameter of the trained module, and of each buffer that it had from the
-    start, by name. Lazy ones get theirs with the first batch, and at a resume from the checkpoint.
+def sizes_of(held: Held) -> dict[str, torch.Size]:
+    """The size of each parameter of the trained module, by name. Lazy ones get theirs with the
+    first batch, and at a resume from the checkpoint.
     """
-    sizes: dict[str, tuple[int, ...]] = {}
+    sizes: dict[str, torch.Size] = {}
     for path, layer in held.layers.items():
-        for name, tensor in tensors_of(layer):
+        # named_parameters() takes ten times as long, and this is asked at each save.
+        for name, tensor in vars(layer)["_parameters"].items():
             if tensor is not None and not is_lazy(tensor):
-                sizes[f"{path}.{name}".removeprefix("module.")] = tuple(tensor.shape)
+                sizes[f"{path}.{name}".removeprefix("module.")] = tensor.shape
     return sizes
 
 
-def tensors_of(layer: nn.Module) -> Any:
-    """The parameters of a layer itself."""
-    return layer.named_parameters(recurse=False)
+def trained_by(trainer: Trainer) -> set[str]:
+    """The names of the parameters that an optimizer has."""
+    trained: set[int] = set()
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            trained |= {id(parameter) for parameter in group["params"]}
+    parameters = trainer.lightning_module.named_parameters()
+    return {name for name, parameter in parameters if id(parameter) in trained}
 
 
 def line_of_weights(before: dict[str, Any], now: dict[str, Any]) -> str:
@@ -84,7 +97,8 @@ def line_of_weights(before: dict[str, Any], now: dict[str, Any]) -> str:
         changes.append(f"{name} is gone")
     for name in before.keys() & now.keys():
         if before[name] != now[name]:
-            changes.append(f"{name} has grown from {before[name]} to {now[name]}")
+            sizes = f"{tuple(before[name])} to {tuple(now[name])}"
+            changes.append(f"{name} has gone from {sizes}")
     shown = ", ".join(sorted(changes)[:MOST_NAMES])
     more = len(changes) - MOST_NAMES
     further = f", and {more} more" if more > 0 else ""
