@@ -19,9 +19,9 @@ from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricTracker, Mi
 from unbroken.loading import ExactLoading
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.parts import all_parts
-from unbroken.parts.attributes import PlainAttributes, plain_attributes
 from unbroken.parts.generators import OwnGenerators, RandomGenerators
-from unbroken.parts.hidden import HiddenModules
+from unbroken.parts.held import held_by_users as held
+from unbroken.parts.held import is_object
 from unbroken.parts.hyperparameters import StartingHyperparameters, apply_changes, with_changes
 from unbroken.parts.loaders import LoaderPositions
 from unbroken.parts.loops import EarlyStop, ValidatedBatches, clean_counters
@@ -33,11 +33,15 @@ from unbroken.parts.module import (
     PlainBuffers,
     UntrackedStatistics,
 )
-from unbroken.parts.not_kept import NotKept
-from unbroken.parts.owners import is_object
 from unbroken.parts.rows import MetricRows
+from unbroken.parts.undeclared.attributes import PlainAttributes
+from unbroken.parts.undeclared.modules import HiddenModules
+from unbroken.parts.undeclared.not_kept import NotKept
+from unbroken.parts.users_objects import UsersObjects
 from unbroken.storage.checkpoint_files import RUN_KEY, made_plain, make_room_for_buffers
 from unbroken.tensors.same_values import is_same
+
+CPU = torch.device("cpu")
 
 
 class Module(LightningModule):
@@ -80,9 +84,9 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     own = MetricRows(SimpleNamespace())  # type: ignore[arg-type]
     starting = StartingHyperparameters()
     noted = (LoaderPositions(loading), PlainBuffers(), starting)
-    parts = all_parts(*noted, PlainAttributes(), HiddenModules(), [own])
+    parts = all_parts(*noted, UsersObjects(), [own])
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 18
+    assert len(names) == len(set(names)) == 16
     assert isinstance(parts[-1], RandomGenerators)
 
 
@@ -119,9 +123,9 @@ def test_generators_that_a_module_and_a_callback_hold(
         return [noise.item(), trainer.lightning_module.helper.draw.uniform(0, 1)]
 
     draw(one)
-    torch.save(OwnGenerators().take(one), tmp_path / "state.pt")
+    torch.save(OwnGenerators().take(held(one)), tmp_path / "state.pt")
     expected = draw(one)
-    OwnGenerators().give_back(other, torch.load(tmp_path / "state.pt", weights_only=True))
+    OwnGenerators().give_back(held(other), torch.load(tmp_path / "state.pt", weights_only=True))
     assert draw(other) == expected
 
 
@@ -138,22 +142,22 @@ def test_generators_in_a_slot_or_a_queue_and_those_that_draw_bits_alone(
     one: Trainer, other: Trainer
 ) -> None:
     for trainer in (one, other):
-        held = [InSlots(), np.random.PCG64(0), np.random.default_rng(0)]
-        trainer.lightning_module.helper = deque(held)
+        generators = [InSlots(), np.random.PCG64(0), np.random.default_rng(0)]
+        trainer.lightning_module.helper = deque(generators)
 
     def draw(trainer: Trainer) -> list[Any]:
         slot, bits, generator = trainer.lightning_module.helper
         return [slot.draw.random(), bits.random_raw(), generator.random()]
 
     draw(one)
-    state = OwnGenerators().take(one)
+    state = OwnGenerators().take(held(one))
     expected = draw(one)
-    OwnGenerators().give_back(other, state)
+    OwnGenerators().give_back(held(other), state)
     assert draw(other) == expected
-    held = generators_in(other.lightning_module.helper)
-    seed_them(held, 1)
+    there = generators_in(other.lightning_module.helper)
+    seed_them(there, 1)
     drawn = draw(other)
-    seed_them(held, 1)
+    seed_them(there, 1)
     assert draw(other) == drawn != expected
 
 
@@ -175,7 +179,7 @@ def test_generators_of_callbacks_in_this_package_are_found_by_class(
     for callback in one.callbacks[-2:]:  # type: ignore[attr-defined]
         expected.append(callback.draw.random())
         callback.draw.seed(len(expected))
-    OwnGenerators().give_back(other, OwnGenerators().take(one))
+    OwnGenerators().give_back(held(other), OwnGenerators().take(held(one)))
     drawn = [callback.draw.random() for callback in other.callbacks[-2:]]  # type: ignore[attr-defined]
     assert drawn == [random.Random(1).random(), random.Random(2).random()]
 
@@ -340,7 +344,7 @@ class Collects(LightningModule):
 def test_plain_attributes_that_have_changed_are_kept() -> None:
     before = Collects()
     part = PlainAttributes()
-    part.begin(trainer_of(before))
+    part.begin(held(trainer_of(before)))
     before.outputs.append(before.net(torch.ones(1, 2)).sum())
     before.window.extend([2.0, 3.0])
     before.net[1].p = 0.5
@@ -349,7 +353,7 @@ def test_plain_attributes_that_have_changed_are_kept() -> None:
     before.counts[1] = 5
     before.best = np.float32(0.1)
     before.names.append("more.png")
-    value = part.take(before.trainer)
+    value = part.take(held(before.trainer))
     expected = {
         "module.outputs": [before.outputs[0].detach()],
         "module.window": {"collections.deque": [[2.0, 3.0], 2]},
@@ -365,11 +369,11 @@ def test_plain_attributes_that_have_changed_are_kept() -> None:
 
     after = Collects()
     other = PlainAttributes()
-    other.begin(trainer_of(after))
+    other.begin(held(trainer_of(after)))
     # A hook of the start acts a second time.
     after.lr = 7.0
-    other.undo(after.trainer)
-    other.give_back(after.trainer, value)
+    other.undo(held(after.trainer), CPU)
+    other.give_back(held(after.trainer), value, CPU)
     assert after.lr == 0.1
     assert after.outputs == value["module.outputs"]
     assert after.window == deque([2.0, 3.0], maxlen=2)
@@ -390,10 +394,10 @@ def test_plain_attributes_are_kept_beside_what_a_module_says_itself_that_it_keep
     trainer = trainer_of(before)
     trainer.datamodule = data
     part = PlainAttributes()
-    part.begin(trainer)
+    part.begin(held(trainer))
     before.seen = 3
     data.seen = 5
-    assert part.take(trainer) == {"module.seen": 3, "data.seen": 5}
+    assert part.take(held(trainer)) == {"module.seen": 3, "data.seen": 5}
 
 
 class Meter:
@@ -445,20 +449,20 @@ def test_what_objects_and_layers_keep_comes_back_and_callbacks_begin_anew() -> N
     before = trainer_of_objects()
     module: Any = before.lightning_module
     part = PlainAttributes()
-    part.begin(before)
-    assert part.take(before) == {}
+    part.begin(held(before))
+    assert part.take(held(before)) == {}
     module.meters["train"].add(2.0)
     module.memory.mean += 1
     module.memory.seen.append(3)
     counts: Any = before.callbacks[-1]  # type: ignore[attr-defined]
     counts.count = 5
     counts.meter.add(1.0)
-    value = made_plain(part.take(before), "attributes")
+    value = made_plain(part.take(held(before)), "attributes")
 
     after = trainer_of_objects(scale=3.0)
     again = PlainAttributes()
-    again.begin(after)
-    again.give_back(after, value)
+    again.begin(held(after))
+    again.give_back(held(after), value, CPU)
     module = after.lightning_module
     assert vars(module.meters["train"]) == {"scale": 3.0, "sum": 2.0, "recent": deque([2.0])}
     assert module.meters["val"].sum == 0.0
@@ -475,7 +479,7 @@ def test_samples_are_not_copied() -> None:
     few = {"weights": torch.zeros(3), "sparse": torch.eye(3).to_sparse()}
     helper = SimpleNamespace(rows=torch.zeros(2**20), cache=cache, few=few, count=0)
     trainer.datamodule.helper = helper  # type: ignore[attr-defined]
-    names = [name for name, _ in plain_attributes(trainer)]
+    names = held(trainer).attributes
     assert "data.helper.count" in names
     assert "data.helper.few" in names
     assert "data.helper.rows" not in names
@@ -496,19 +500,19 @@ def test_a_data_module_gets_its_attributes_back_before_it_makes_loaders() -> Non
         trainers.append(trainer)
     first, second, third = trainers
     part = PlainAttributes()
-    part.begin(first)
+    part.begin(held(first))
     first.datamodule.pool.append(7)  # type: ignore[attr-defined]
-    value = part.take(first)
+    value = part.take(held(first))
     for trainer in (second, third):
         part = PlainAttributes()
-        part.give_data_back(trainer, value)
+        part.give_back_early(held(trainer), value, list(value), CPU)
         pool = trainer.datamodule.pool  # type: ignore[attr-defined]
         assert pool == [0, 1, 7]
-        part.begin(trainer)
-        part.undo(trainer)
-        part.give_back(trainer, value)
+        part.begin(held(trainer))
+        part.undo(held(trainer), CPU)
+        part.give_back(held(trainer), value, CPU)
         assert trainer.datamodule.pool is pool, "a loader may hold it"  # type: ignore[attr-defined]
-        value = part.take(trainer)
+        value = part.take(held(trainer))
         assert value == {"data.pool": [0, 1, 7]}, "the next resume needs it, too"
 
 
@@ -528,7 +532,7 @@ class Hides(LightningModule):
 def test_modules_that_are_no_layers_come_back() -> None:
     before = trainer_of(Hides())
     part = HiddenModules()
-    part.begin(before)
+    part.begin(held(before), before.lightning_module)
     module: Any = before.lightning_module
     module.teacher[0](torch.randn(4, 2))
     with torch.no_grad():
@@ -536,20 +540,21 @@ def test_modules_that_are_no_layers_come_back() -> None:
         module.net.weight.add_(1)
         module.scales[0].add_(1)
     module.metrics["mean"].update(3.0)
-    value = made_plain(part.take(before), "hidden_modules")
+    value = made_plain(part.take(held(before), module), "modules")
     assert {name.rpartition(".")[2] for name in value["tensors"]} == {
         *("weight", "running_mean", "running_var", "num_batches_tracked", "0")
     }, "what has not changed is left out"
 
     after = trainer_of(Hides())
     again = HiddenModules()
-    again.begin(after)
-    again.give_back(after, value)
     there: Any = after.lightning_module
+    again.begin(held(after), there)
+    again.give_back(held(after), there, value)
     assert is_same(dict(there.teacher[0].state_dict()), dict(module.teacher[0].state_dict()))
     assert there.scales[0].tolist() == [2, 2]
     assert there.metrics["mean"].compute() == 3.0
-    assert is_same(again.take(after)["tensors"], value["tensors"]), "the next save holds it, too"
+    taken = again.take(held(after), there)
+    assert is_same(taken["tensors"], value["tensors"]), "the next save holds it, too"
 
 
 class CannotBeHeld(LightningModule):
@@ -575,7 +580,7 @@ class SavesItself(CannotBeHeld):
 
 def changed(module: Any) -> NotKept:
     not_kept = NotKept()
-    not_kept.begin(trainer_of(module))
+    not_kept.begin(held(trainer_of(module)))
     module.names = np.array(["b"])
     module.samples.append(object())
     module.count += 1
@@ -586,14 +591,16 @@ def changed(module: Any) -> NotKept:
 def test_what_changes_and_cannot_be_held_is_told_once() -> None:
     module = CannotBeHeld()
     not_kept = changed(module)
-    told = [line.partition(": ")[2].partition(" ")[0] for line in not_kept.lines(module.trainer)]
+    told = [
+        line.partition(": ")[2].partition(" ")[0] for line in not_kept.lines(held(module.trainer))
+    ]
     assert told == ["module.turns", "module.names", "module.samples"]
-    assert not_kept.lines(module.trainer) == []
+    assert not_kept.lines(held(module.trainer)) == []
 
 
 def test_a_module_that_saves_what_it_keeps_is_told_nothing() -> None:
     module = SavesItself()
-    assert changed(module).lines(module.trainer) == []
+    assert changed(module).lines(held(module.trainer)) == []
 
 
 class OnAccelerator(torch.Tensor):
@@ -609,21 +616,21 @@ class OnAccelerator(torch.Tensor):
 
 
 def test_tensors_in_lists_go_back_to_the_accelerator_that_they_were_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     before = Collects()
     part = PlainAttributes()
-    part.begin(trainer_of(before))
+    part.begin(held(trainer_of(before)))
     loss = torch.ones(2).as_subclass(OnAccelerator)
     before.outputs = [loss, torch.zeros(2)]
     before.window.append({"losses": (loss, 1.0)})  # type: ignore[arg-type]
-    torch.save(made_plain(part.take(before.trainer), "attributes"), tmp_path / "state.pt")
+    torch.save(made_plain(part.take(held(before.trainer)), "attributes"), tmp_path / "state.pt")
 
     after = Collects()
     trainer = trainer_of(after)
-    # No tensor can be moved to it but on purpose.
-    monkeypatch.setattr(type(trainer.strategy), "root_device", torch.device("meta"))
-    part.give_back(trainer, torch.load(tmp_path / "state.pt", weights_only=True))
+    # No tensor can be moved to meta but on purpose.
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    part.give_back(held(trainer), saved, torch.device("meta"))
     assert [loss.device.type for loss in after.outputs] == ["meta", "cpu"]
     (first, last) = after.window
     assert first == 1.0
@@ -633,21 +640,21 @@ def test_tensors_in_lists_go_back_to_the_accelerator_that_they_were_on(
 def test_what_the_sanity_check_has_changed_is_kept() -> None:
     before = Collects()
     part = PlainAttributes()
-    part.check_begins(trainer_of(before))
+    part.check_begins(held(trainer_of(before)))
     before.phase = "checked"
-    part.check_ends(before.trainer)
-    part.begin(before.trainer)
-    assert part.take(before.trainer) == {"module.phase": "checked"}
+    part.check_ends(held(before.trainer))
+    part.begin(held(before.trainer))
+    assert part.take(held(before.trainer)) == {"module.phase": "checked"}
 
 
 def test_what_an_epochs_start_has_made_of_nothing_stays() -> None:
     module = Collects()
     module.helper = None
     part = PlainAttributes()
-    part.begin(trainer_of(module))
+    part.begin(held(trainer_of(module)))
     module.helper = SimpleNamespace()
-    part.undo(module.trainer)
-    part.give_back(module.trainer, part.take(module.trainer))
+    part.undo(held(module.trainer), CPU)
+    part.give_back(held(module.trainer), part.take(held(module.trainer)), CPU)
     assert module.helper is not None
 
 
@@ -659,12 +666,12 @@ def test_what_shares_its_memory_with_a_weight_still_does() -> None:
         module.phases = {"codebook": module.net[0].weight.data, "count": 0}
         modules.append(module)
     before, after = modules
-    part.begin(trainer_of(before))
+    part.begin(held(trainer_of(before)))
     before.phases["count"] = 3
     with torch.no_grad():
         before.net[0].weight.add_(1)
     after.load_state_dict(before.state_dict())
-    part.give_back(trainer_of(after), part.take(before.trainer))
+    part.give_back(held(trainer_of(after)), part.take(held(before.trainer)), CPU)
     assert after.phases["count"] == 3
     assert after.phases["codebook"].data_ptr() == after.net[0].weight.data_ptr()
 
@@ -692,16 +699,16 @@ def test_what_a_metric_keeps_in_plain_attributes() -> None:
     before = Module()
     before.sum = PlainSums(10.0)
     part = PlainAttributes()
-    part.begin(trainer_of(before))
+    part.begin(held(trainer_of(before)))
     before.sum.update(3.0)
-    value = part.take(before.trainer)
+    value = part.take(held(before.trainer))
     assert value == {"module.sum.total": 3.0, "module.sum._seen": [3.0]}
     after = Module()
     after.sum = PlainSums(20.0)
     again = PlainAttributes()
-    again.begin(trainer_of(after))
+    again.begin(held(trainer_of(after)))
     MetricStates().give_back(after.trainer, MetricStates().take(before.trainer))
-    again.give_back(after.trainer, value)
+    again.give_back(held(after.trainer), value, CPU)
     assert after.sum.compute() == 3.0
     assert after.sum.largest == 20.0
     assert after.sum.last == torch.tensor(3.0)

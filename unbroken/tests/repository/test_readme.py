@@ -20,11 +20,10 @@ import unbroken
 from unbroken.cli.cli import configure
 from unbroken.loading import ExactLoading
 from unbroken.parts import all_parts
-from unbroken.parts.attributes import PlainAttributes
-from unbroken.parts.hidden import HiddenModules
 from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import LoaderPositions
 from unbroken.parts.module import PlainBuffers
+from unbroken.parts.users_objects import UsersObjects
 
 from project.fit import job
 
@@ -171,7 +170,7 @@ def test_the_page_names_every_part_of_a_checkpoint() -> None:
     table = PAGES["docs/how_it_works.md"].partition("| part |")[2].partition("\n\n")[0]
     named = re.findall(r"`([A-Z]\w+)`", table)
     noted = (LoaderPositions(ExactLoading()), PlainBuffers(), StartingHyperparameters())
-    given = all_parts(*noted, PlainAttributes(), HiddenModules())
+    given = all_parts(*noted, UsersObjects())
     parts = [type(part).__name__ for part in given]
     assert sorted(named) == sorted([*parts, "MetricRows"])
 

@@ -26,8 +26,9 @@ from lightning.pytorch.trainer import call
 from tests.situations.situation import SITUATIONS, Situation
 from torch.utils._pytree import tree_leaves
 from unbroken import ExactCheckpoint
-from unbroken.parts.attributes import copied, plain_attributes
 from unbroken.parts.generators import random_state
+from unbroken.parts.held import held_by_users
+from unbroken.parts.plain_values import copied
 from unbroken.parts.rows import MetricRows
 
 import tests.situations
@@ -164,7 +165,7 @@ def train(situation: Situation, folder: Path, every: str, event: str, number: in
         "callbacks": [callback.state_dict() for callback in callbacks],
         "modes": [name for name, part in module.named_modules() if part.training],
         "random": random_state(torch.device("cpu")),
-        "attributes": copied(dict(plain_attributes(trainer))),
+        "attributes": copied(held_by_users(trainer).attributes),
         # Of the latest values a checkpoint holds rank zero's.
         "metrics": dict(trainer.callback_metrics) if rank == "0" else {},
     }

@@ -49,15 +49,14 @@ from unbroken.loading.log_steps import SHARDING, is_optimizer_step
 from unbroken.loading.seeding import Seeds
 from unbroken.mirror.mirror import Mirror
 from unbroken.parts import all_parts
-from unbroken.parts.attributes import PlainAttributes
-from unbroken.parts.hidden import HiddenModules
+from unbroken.parts.declared import plain_state
 from unbroken.parts.hyperparameters import StartingHyperparameters, apply_changes
 from unbroken.parts.loaders import LoaderPositions
 from unbroken.parts.loops import Place, clean_counters
 from unbroken.parts.module import PlainBuffers, Switches, give_plain_buffers
-from unbroken.parts.not_kept import NotKept
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import NOT_THE_USERS, users_callbacks
+from unbroken.parts.users_objects import UsersObjects
 from unbroken.run_folder import RunFolder, last_owner, read_run_id, refuse_checkpoints_of_others
 from unbroken.seams import Seams
 from unbroken.stopping import signals
@@ -111,6 +110,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         requeue_signal: SLURM's signal, at which the job is saved and queued again. See
             :mod:`unbroken.stopping.slurm`.
         chosen: What the run chose by itself. The checkpoints hold it.
+        undeclared: Whether plain attributes that training changes, and modules that are no layers,
+            are kept. If not, only what declares a state is, and what else changes is told.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         seed: int | None = None,
         requeue_signal: int | None = None,
         chosen: Chosen | None = None,
+        undeclared: bool = True,
     ) -> None:
         self.saves = folder is not None
         # W&B and others may change the working folder later.
@@ -145,6 +147,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.chosen = chosen or Chosen()
         self.agreement: Agreement | None = None
         self._further_parts = list(parts)
+        self._keeps_undeclared = undeclared
         self._signals = signals.TakenOver()
         self._seams: Seams | None = None
         self._of_rank_zero_alone = RankZeroAlone()
@@ -155,16 +158,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.loading = ExactLoading(self.seed)
         self._hyperparameters = StartingHyperparameters()
         self._buffers = PlainBuffers()
-        self._attributes = PlainAttributes()
-        self._hidden = HiddenModules()
-        self._not_kept = NotKept()
+        self._objects = UsersObjects(self._keeps_undeclared)
         self._positions = LoaderPositions(self.loading)
         self.parts = all_parts(
             self._positions,
             self._buffers,
             self._hyperparameters,
-            self._attributes,
-            self._hidden,
+            self._objects,
             self._further_parts,
         )
         # Whether this training has what it goes on from, if anything.
@@ -386,8 +386,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # The folder may have lost its own, as where the checkpoints alone were copied.
             self.run_id = resume.run_id
         self.loading.start = resume.start
-        # The data module makes its loaders before everything else is given back.
-        self._attributes.give_data_back(trainer, resume.mine(trainer).get("attributes", {}))
+        # Loaders are made before everything else is given back.
+        self._objects.give_back_early(trainer, resume.mine(trainer).get(self._objects.name, {}))
         self._keep_seeds_of(resume)
         # It had stopped early, and nothing was changed since. A validation that it was killed in
         # comes first.
@@ -433,6 +433,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.chosen.values.setdefault("threads", torch.get_num_threads())
         self._hyperparameters.begin(trainer)
         self._buffers.begin(module)
+        self._objects.fit_starts(trainer)
         for part in self.parts:
             if isinstance(part, Switches):
                 part.begin(trainer)
@@ -452,10 +453,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def sanity_check_starts(self, trainer: Trainer) -> None:
         """A resumed run has no such check. So what it changes belongs to the state."""
-        self._attributes.check_begins(trainer)
+        self._objects.check_begins(trainer)
 
     def sanity_check_ends(self, trainer: Trainer) -> None:
-        self._attributes.check_ends(trainer)
+        self._objects.check_ends(trainer)
 
     def training_starts(self, trainer: Trainer) -> None:
         """Let hyperparameters that the user has changed win, and gather what the run says at its
@@ -494,9 +495,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         All hooks of the start are done: what they do must change nothing of it.
         """
         resume = self._resume
-        self._attributes.begin(trainer)
-        self._hidden.begin(trainer)
-        self._not_kept.begin(trainer)
+        self._objects.begin(trainer)
         if resume is not None and resume.place == "epoch":
             lightning_internals.end_restart(trainer)
         elif resume is not None:
@@ -510,7 +509,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if resume is not None:
             # The hooks of the epoch's start have changed attributes. What the module loads itself
             # comes later, and stays.
-            self._attributes.undo(trainer)
+            self._objects.undo(trainer)
             if self._before_hooks is not None:
                 self._before_hooks.give_back(trainer)
                 self._before_hooks = None
@@ -850,8 +849,6 @@ class ExactCheckpoint(callbacks.Checkpoint):
         snapshot.add(trainer, self.parts)
         snapshot.shared["followed"] = self._followed
         snapshot.shared["was_validated"] = self._validated
-        if trainer.is_global_zero:
-            say(*self._not_kept.lines(trainer))
         return snapshot
 
     def _set_epoch_is_over(self, trainer: Trainer, place: Place) -> None:
@@ -964,6 +961,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             return
         assert self.agreement is not None
         clean_counters(checkpoint["loops"]["fit_loop"], snapshot.place, self._validated)
+        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+        checkpoint["lr_schedulers"] = [plain_state(schedule) for schedule in schedules]
         for part in self.parts:
             part.flush()
         # Hooks of the validation have changed callbacks' states and buffers since the snapshot.

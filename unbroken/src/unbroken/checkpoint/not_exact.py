@@ -47,6 +47,12 @@ def what_is_not_exact(trainer: Trainer, loading: ExactLoading) -> list[str]:
         # cuDNN keeps no record of what it has chosen that could be given back to it.
         what = "cuDNN measures at every start which of its algorithms are the fastest"
         notes.append(f"a resume is not exact with --benchmark true: {what}.")
+    state = lightning_internals.state_of_communication(trainer)
+    if state is not None:
+        notes.append(
+            f"a resume is not exact with {type(state).__name__}: a checkpoint does not hold what a"
+            " communication hook of DDP keeps, such as the errors of its compression."
+        )
     every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     if every > 1:
         what = "with --reload_dataloaders_every_n_epochs above 1"

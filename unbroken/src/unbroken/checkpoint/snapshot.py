@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.memory import recursive_detach
 from torch import nn
 from torch.nn.parameter import is_lazy
 from unbroken import lightning_internals
+from unbroken.parts.declared import plain_state
 from unbroken.parts.hyperparameters import plain_groups
 from unbroken.parts.loops import Place
 from unbroken.parts.part import Part
@@ -47,7 +48,9 @@ class Snapshot:
     def add(self, trainer: Trainer, parts: Sequence[Part]) -> None:
         """Take parts. They are copied, for the training goes on and changes sums in place."""
         for part in parts:
-            value = deep_copy(part.take(trainer))
+            value = part.take(trainer)
+            if not part.takes_copies:
+                value = deep_copy(value)
             if part.of_each_rank:
                 self.mine[part.name] = value
             else:
@@ -128,7 +131,7 @@ class BeforeHooks:
         """Note what Lightning loads later: the states of optimizers and schedules."""
         self.optimizers = [deep_copy(each.state_dict()) for each in trainer.optimizers]
         configs = trainer.lr_scheduler_configs
-        self.schedules = [deep_copy(config.scheduler.state_dict()) for config in configs]
+        self.schedules = [deep_copy(plain_state(config.scheduler)) for config in configs]
 
     def give_back(self, trainer: Trainer) -> None:
         """Undo what the hooks have changed."""
@@ -171,7 +174,7 @@ class TrainingState:
             self.optimizers.append((optimizer, groups, states))
         self.schedules: list[tuple[Any, Any]] = []
         for config in trainer.lr_scheduler_configs:
-            state = deep_copy(config.scheduler.state_dict())
+            state = deep_copy(plain_state(config.scheduler))
             self.schedules.append((config.scheduler, state))
         self.own = saved_by_users(trainer)
 

@@ -8,15 +8,12 @@ seed the global ones afterwards, or isolate them.
 from __future__ import annotations
 
 import random
-from collections import deque
-from collections.abc import Iterator
-from types import ModuleType
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from torch import Tensor, nn
+from unbroken.holding.walk import Place, children_of, walk
 
 KINDS = (
     random.Random,
@@ -25,64 +22,26 @@ KINDS = (
     np.random.RandomState,
     torch.Generator,
 )
-# Nothing of the user's is looked for in these.
-CLOSED = (Tensor, np.ndarray, str, bytes, int, float, type, ModuleType, Trainer)
-# What every module has. The walk goes on through a module's own attributes and its layers.
-OF_EVERY_MODULE = {*vars(LightningModule()), *vars(LightningDataModule())} - {"_modules"}
-# A longer list or dictionary holds samples.
-LONGEST = 256
-# A generator lies at most so deep: a dataset, its transform, a list, and what is in it.
-DEEPEST = 8
-MOST_OBJECTS = 10_000
 
 
 def generators_in(holder: Any) -> dict[str, Any]:
     """Every generator that an object holds in its attributes, at any depth, by its path."""
     found: dict[str, Any] = {}
-    seen: dict[int, Any] = {}
-    waiting: list[tuple[str, int, Any]] = [("", 0, holder)]
-    while waiting and len(seen) < MOST_OBJECTS:
-        path, depth, value = waiting.pop()
-        if id(value) in seen or value is None or isinstance(value, CLOSED):
-            continue
-        # The object itself is kept, for its id would be given to another one.
-        seen[id(value)] = value
-        if isinstance(value, random.SystemRandom):
-            # It has no state.
-            continue
-        if isinstance(value, KINDS):
-            found[path] = value
-        elif depth < DEEPEST:
-            parts = [(f"{path}.{name}", depth + 1, each) for name, each in _parts(value)]
-            waiting += parts
+
+    def opened(place: Place) -> Iterable[Place]:
+        if not isinstance(place.value, KINDS):
+            return children_of(place)
+        if draws_from_a_state(place.value):
+            found[place.name] = place.value
+        return ()
+
+    walk([Place("", holder)], opened)
     return found
 
 
-def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
-    """What an object holds, each with a name."""
-    if isinstance(value, dict):
-        if len(value) <= LONGEST:
-            yield from value.items()
-    elif isinstance(value, (list, tuple, deque)):
-        if len(value) <= LONGEST:
-            yield from enumerate(value)
-    else:
-        for name, each in getattr(value, "__dict__", {}).items():
-            if not isinstance(value, nn.Module) or name not in OF_EVERY_MODULE:
-                yield name, each
-        for name in _names_of_slots(type(value)):
-            if hasattr(value, name):
-                yield name, getattr(value, name)
-
-
-def _names_of_slots(kind: type) -> list[str]:
-    """The attributes that a class of the user's keeps in slots, instead of a dictionary."""
-    names: list[str] = []
-    for each in kind.__mro__:
-        slots = vars(each).get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    # Python gives a private name another one.
-    return [name for name in names if not name.startswith("__")]
+def draws_from_a_state(generator: Any) -> bool:
+    """Whether a generator goes on from a state, and does not ask the system for each number."""
+    return not isinstance(generator, random.SystemRandom)
 
 
 def seed_them(generators: dict[str, Any], seed: int) -> None:

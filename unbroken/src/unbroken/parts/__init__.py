@@ -9,9 +9,7 @@ value)`` one below the other. A part of your own, for state that your code keeps
 
 from collections.abc import Sequence
 
-from unbroken.parts.attributes import PlainAttributes
-from unbroken.parts.generators import OwnGenerators, RandomGenerators
-from unbroken.parts.hidden import HiddenModules
+from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import LoaderPositions
 from unbroken.parts.loops import EarlyStop, ValidatedBatches
@@ -24,24 +22,23 @@ from unbroken.parts.module import (
     UntrackedStatistics,
 )
 from unbroken.parts.part import Part
+from unbroken.parts.users_objects import UsersObjects
 
 
 def all_parts(
     positions: LoaderPositions,
     buffers: PlainBuffers,
     hyperparameters: StartingHyperparameters,
-    attributes: PlainAttributes,
-    hidden: HiddenModules,
+    objects: UsersObjects,
     further: Sequence[Part] = (),
 ) -> list[Part]:
     """Every part, in the order in which they are taken and given back.
 
     Args:
-        positions: These five note something as training begins, so that the caller makes them.
+        positions: These four note something as training begins, so that the caller makes them.
         buffers: See above.
         hyperparameters: See above.
-        attributes: See above.
-        hidden: See above.
+        objects: See above.
         further: The user's own.
     """
     return [
@@ -53,16 +50,14 @@ def all_parts(
         ValidatedBatches(),
         positions,
         buffers,
-        attributes,
-        hidden,
         Gradients(),
         FrozenParameters(),
         EvalModes(),
         UntrackedStatistics(),
         hyperparameters,
         EarlyStop(),
+        objects,
         *further,
         # The generators come last: to give back another part may draw a random number.
-        OwnGenerators(),
         RandomGenerators(),
     ]

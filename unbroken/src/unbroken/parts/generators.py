@@ -1,15 +1,14 @@
 """The generators of random numbers."""
 
 import random
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-from unbroken.loading.own_generators import generators_in, restore, state_of
+from unbroken.loading.own_generators import restore, state_of
+from unbroken.parts.held import Held
 from unbroken.parts.part import Part
-from unbroken.parts.users_callbacks import users_callbacks
 
 
 class RandomGenerators(Part):
@@ -32,42 +31,23 @@ class RandomGenerators(Part):
             restore_random_state(value, device)
 
 
-class OwnGenerators(Part):
+class OwnGenerators:
     """Generators that the module, the data module and the user's callbacks hold in their
     attributes.
     """
 
-    name = "own_generators"
-    is_left_at_the_end = True
-
-    def take(self, trainer: Trainer) -> dict[str, Any]:
-        found = generators_in(holders(trainer))
+    def take(self, held: Held) -> dict[str, Any]:
+        """The states of all that there are, by name, each with the kind of its generator."""
+        found = held.generators
         kinds = {path: type(generator).__name__ for path, generator in found.items()}
         return {path: [kinds[path], state_of(found[path])] for path in found}
 
-    def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
-        for path, generator in generators_in(holders(trainer)).items():
+    def give_back(self, held: Held, value: dict[str, Any]) -> None:
+        """Put those back that are of the same kind."""
+        for path, generator in held.generators.items():
             kind, state = value.get(path, ("none", None))
             if kind == type(generator).__name__:
                 restore(generator, state)
-
-
-def holders(trainer: Trainer) -> dict[str, Any]:
-    """Whose attributes are looked through.
-
-    A callback is named by its class and its place among those of its class: another callback that
-    is added or left out changes no name.
-    """
-    callbacks: dict[str, Any] = {}
-    of_class: Counter[str] = Counter()
-    for callback in users_callbacks(trainer):
-        kind = type(callback).__qualname__
-        callbacks[f"{kind}.{of_class[kind]}"] = callback
-        of_class[kind] += 1
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    # The last one is looked through first. The module's generators matter most, and the look ends
-    # after so many objects.
-    return {"callbacks": callbacks, "data": data, "module": trainer.lightning_module}
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from unbroken.parts.declared import plain_state
 from unbroken.parts.part import Part
 
 # Of a parameter group: they choose a kernel and change no result.
@@ -31,7 +32,7 @@ class StartingHyperparameters(Part):
     def begin(self, trainer: Trainer) -> None:
         """Note what has been made, before a checkpoint's states are loaded over it."""
         groups = [plain_groups(optimizer.param_groups) for optimizer in trainer.optimizers]
-        schedules = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+        schedules = [plain_state(config.scheduler) for config in trainer.lr_scheduler_configs]
         self.now = copy.deepcopy({"groups": groups, "schedules": schedules})
 
     def take(self, trainer: Trainer) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class MetricStates(Part):
 
     Torchmetrics' own ``metric_state`` lacks what a wrapper counts or keeps for itself, such as a
     minimum so far. Numbers, texts and lists that a metric keeps in plain attributes are of
-    :class:`unbroken.parts.attributes.PlainAttributes`.
+    :class:`unbroken.parts.undeclared.attributes.PlainAttributes`.
     """
 
     name = "metrics"

@@ -33,6 +33,7 @@ class Part:
         is_a_file: Whether its state lies in a file beside the checkpoint, such as the rows of
             metrics.csv. Such parts are given back last, for what cannot be restored is refused
             before any file is changed. They are given back also where nothing is left to train.
+        takes_copies: Whether :meth:`take` returns copies, which need not be copied again.
         is_left_at_the_end: Whether it is given back also where nothing is left to train, since code
             after the training reads it.
     """
@@ -41,12 +42,13 @@ class Part:
     of_each_rank = True
     changes_in_validation = True
     is_a_file = False
+    takes_copies = False
     is_left_at_the_end = False
 
     def take(self, trainer: Trainer) -> Any:
         """The state as plain data: numbers, text, lists, dictionaries and tensors.
 
-        The caller copies it.
+        The caller copies it, unless the part ``takes_copies``.
         """
         raise NotImplementedError
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import itertools
 import sys
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from enum import Enum
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from unbroken.errors import UserError
+from unbroken.holding.bounds import LARGEST_ARRAY_BYTES, MOST_TEXTS
 from unbroken.tensors.same_values import is_same
 
 # The rooms of the library whose classes a task is made of
@@ -37,19 +40,26 @@ NUMBER_OF_NUMPY = "numpy.generic"
 QUEUE = "collections.deque"
 DEFAULTS = "collections.defaultdict"
 FROZEN_SET = "frozenset"
+# Many tensors of one number, such as losses, are one tensor.
+STACKED = "torch.stack"
 # Objects of the user's own classes: the name of the class, and what the object holds.
 MEMBER = "enum.Enum"
 NAMED_TUPLE = "namedtuple"
 DATACLASS = "dataclass"
-
-# A larger array, or a longer list of texts, is taken for data, which a module does not count in.
-LARGEST_ARRAY_BYTES = 64 * 2**20
-MOST_TEXTS = 1000
+# Stands for an attribute that training has deleted.
+DELETED = "deleted"
 
 # Those of Python's own that a checkpoint holds as they are.
 NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes)
 SINGLE = (*NUMBERS_AND_TEXTS, torch.dtype, torch.device, torch.Size)
+IMMUTABLE = {type(None), *SINGLE}
+ALWAYS_PLAIN = {Tensor, *IMMUTABLE}
 MAPPINGS = (dict, OrderedDict, Counter)
+# Integers with as many bytes as a number, as which tensors from some size on are compared.
+WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FEWEST_AS_WORDS = 1024
+# As many tensors in a list are copied together.
+FEWEST_TOGETHER = 16
 # Factories of a defaultdict that have a name; a queue may have another one.
 FACTORIES = {kind.__name__: kind for kind in (int, float, bool, str, list, dict, set, tuple)}
 
@@ -125,7 +135,12 @@ def is_plain(value: Any) -> bool:
     if type(value) is np.ndarray:
         return is_kept_by_torch(value.dtype) and value.nbytes <= LARGEST_ARRAY_BYTES
     inside = values_inside(value)
-    return inside is not None and all(is_plain(each) for each in inside)
+    if inside is None:
+        return False
+    # Python gathers the classes of a long list many times faster than it calls a function for each
+    # entry.
+    kinds = set(map(type, inside))
+    return kinds <= ALWAYS_PLAIN or all(is_plain(each) for each in inside)
 
 
 def values_inside(value: Any) -> Collection[Any] | None:
@@ -138,7 +153,7 @@ def values_inside(value: Any) -> Collection[Any] | None:
         return None if holds_many_texts(value) else value
     if kind in (*MAPPINGS, defaultdict):
         are_held = all(map(is_key, value)) and not holds_many_texts(value.values())
-        return value.values() if are_held else None
+        return [*value.values(), *attributes_of(value).values()] if are_held else None
     if is_named_tuple(kind):
         return value if is_found_by_name(kind) else None
     if is_plain_dataclass(kind):
@@ -180,6 +195,7 @@ def is_plain_dataclass(kind: type) -> bool:
     return kind.__bases__ == (object,) and is_users_own(kind)
 
 
+@functools.cache
 def is_users_own(kind: type) -> bool:
     """Whether a class is neither Python's nor of an installed package.
 
@@ -232,11 +248,29 @@ def copied(value: Any) -> Any:
     kind = type(value)
     if kind in KINDS:
         return {NAMES[kind]: KINDS[kind].held(value)}
-    if kind in (list, tuple):
-        return kind(copied_entries(value))
+    if kind in IMMUTABLE:
+        return value
+    if kind is list:
+        together = stacked(value)
+        return copied_entries(value) if together is None else {STACKED: together}
+    if kind is tuple:
+        return tuple(copied_entries(value))
     if kind in MAPPINGS:
-        return kind(copied_items(value))
+        items = kind(copied_items(value))
+        return with_attributes(items, copied_items(attributes_of(value)))
     return copied_by_name(value)
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The attributes of an OrderedDict. A state dict keeps versions and sizes in one."""
+    return vars(value) if type(value) is OrderedDict else {}
+
+
+def with_attributes(items: Any, attributes: dict[str, Any]) -> Any:
+    """A dictionary that has got such attributes."""
+    if attributes:
+        vars(items).update(attributes)
+    return items
 
 
 def copied_by_name(value: Any) -> Any:
@@ -267,9 +301,64 @@ def copied_entries(values: Any) -> list[Any]:
     return [copied(each) for each in values]
 
 
+def stacked(values: list[Any]) -> Tensor | None:
+    """A copy of many tensors of one number, such as losses, as one tensor; None where they differ.
+
+    To copy and save each by itself takes many times as long.
+    """
+    if len(values) < FEWEST_TOGETHER or set(map(type, values)) != {Tensor}:
+        return None
+    first = next(iter(values))
+    if first.device.type != "cpu" or first.layout != torch.strided or first.numel() > 1:
+        return None
+    if len({each.dtype for each in values}) > 1:
+        return None
+    # Of other sizes, layouts or devices they cannot be put together.
+    with torch.no_grad(), suppress(RuntimeError):
+        return torch.stack(values)
+    return None
+
+
 def copied_items(values: Any) -> dict[Any, Any]:
     """Copies of what a dictionary holds."""
     return {key: copied(each) for key, each in values.items()}
+
+
+# Whether they have changed
+
+
+def is_unchanged(now: Any, held: Any) -> bool:
+    """Whether a value is still what a checkpoint holds of it. Nothing is copied to tell."""
+    kind = type(now)
+    if kind in IMMUTABLE:
+        return now is held or is_same(now, held)
+    if kind is Tensor and type(held) is Tensor:
+        return now.device.type == "cpu" and is_same_to_the_bit(now.detach(), held)
+    if kind is np.ndarray and type(held) is dict and held.keys() == {ARRAY}:
+        is_whole = now.flags.c_contiguous and now.flags.writeable
+        array = torch.from_numpy(now if is_whole else now.copy())
+        return is_same_to_the_bit(array, held[ARRAY])
+    if kind in (list, tuple) and type(held) is kind:
+        return len(now) == len(held) and all(map(is_unchanged, now, held))
+    if kind in MAPPINGS and type(held) is kind:
+        is_alike = len(now) == len(held) and list(now) == list(held)
+        return is_alike and all(map(is_unchanged, now.values(), held.values()))
+    return is_plain(now) and is_same(copied(now), held)
+
+
+def is_same_to_the_bit(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors on the CPU have the same bits, read once.
+
+    Where they are compared as numbers, not a number needs several passes and memory.
+    """
+    if one.dtype != other.dtype or one.shape != other.shape or one.layout != other.layout:
+        return False
+    if one.layout != torch.strided or one.is_complex() or one.dim() == 0:
+        return is_same(one, other)
+    words = WORDS.get(one.element_size())
+    if words is None or one.numel() < FEWEST_AS_WORDS:
+        return is_same(one, other)
+    return torch.equal(one.view(words), other.view(words))
 
 
 # How they become the same again
@@ -301,7 +390,8 @@ def like(now: Any, saved: Any, device: torch.device) -> Any:
             return MAKERS[name](now, held, device)
         if name in BY_NAME:
             return BY_NAME[name].made(held)
-    return type(saved)(items_like(now, saved, device))
+    items = type(saved)(items_like(now, saved, device))
+    return with_attributes(items, items_like({}, attributes_of(saved), device))
 
 
 def entries_like(now: Any, saved: Any, device: torch.device) -> list[Any]:
@@ -317,6 +407,11 @@ def items_like(now: Any, saved: Any, device: torch.device) -> dict[Any, Any]:
     """The items of a saved dictionary."""
     there = now if isinstance(now, dict) else {}
     return {key: like(there.get(key), each, device) for key, each in saved.items()}
+
+
+def row_like(now: Any, held: Any, device: torch.device) -> Any:
+    """A list of tensors, each with memory of its own."""
+    return entries_like(now, [each.clone() for each in held.unbind()], device)
 
 
 def queue_like(now: Any, held: Any, device: torch.device) -> Any:
@@ -381,6 +476,7 @@ MAKERS: dict[str, Callable[[Any, Any, torch.device], Any]] = {
     ON_ACCELERATOR: lambda now, held, device: held.to(device),
     ARRAY: lambda now, held, device: held.numpy(),
     NUMBER_OF_NUMPY: lambda now, held, device: held.numpy()[()],
+    STACKED: row_like,
     FROZEN_SET: lambda now, held, device: frozenset(held),
     QUEUE: queue_like,
     DEFAULTS: defaults_like,

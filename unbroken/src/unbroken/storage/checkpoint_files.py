@@ -223,8 +223,11 @@ def _attributes_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
     while isinstance(state, dict):
         ranks = state.get("ranks")
         if isinstance(ranks, list):
-            kept = [rank.get("attributes") for rank in ranks if isinstance(rank, dict)]
-            found += [attributes for attributes in kept if isinstance(attributes, dict)]
+            objects = [rank.get("objects") for rank in ranks if isinstance(rank, dict)]
+            for kept in objects:
+                kinds = kept if isinstance(kept, dict) else {}
+                states = [kinds.get("attributes"), kinds.get("declared")]
+                found += [each for each in states if isinstance(each, dict)]
         inside = state.get("inside_epoch")
         state = inside.get("state") if isinstance(inside, dict) else None
     return found

@@ -1,0 +1,1 @@
+"""What objects hold: the one walk over them, and its bounds."""

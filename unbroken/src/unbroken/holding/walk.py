@@ -1,0 +1,124 @@
+"""Goes over what objects hold in their attributes, lists and dictionaries, at any depth.
+
+Everybody who looks for something in objects of the user's does so by :func:`walk`: who keeps state
+for a resume (see :mod:`unbroken.parts.held`), and who seeds generators of random numbers (see
+:mod:`unbroken.loading.own_generators`). What they look for, and what they open, differs. How far
+they go stands in :mod:`unbroken.holding.bounds`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from torch import Tensor, nn
+from unbroken.holding.bounds import DEEPEST, LONGEST, MOST_OBJECTS
+
+# What every module has. The walk goes on through a module's own attributes and its layers.
+OF_EVERY_MODULE = {*vars(LightningModule()), *vars(LightningDataModule())}
+# Values that hold nothing further, and are found in many places at once.
+LEAVES = (type(None), bool, int, float, complex, str, bytes)
+ROWS = (list, tuple, deque)
+# Nothing of the user's is looked for in these.
+FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+CLOSED = (*LEAVES, *FUNCTIONS, Tensor, np.ndarray, Trainer)
+
+
+class Place(NamedTuple):
+    """An object, and where it was found.
+
+    Attributes:
+        name: The names of attributes and entries on the way to it, with dots between them.
+        value: The object.
+        depth: How many attributes and entries are on the way.
+        inside: What whoever looks wants to know about the way.
+    """
+
+    name: str
+    value: Any
+    depth: int = 0
+    inside: Any = None
+
+
+def walk(
+    places: Iterable[Place],
+    opened: Callable[[Place], Iterable[Place]],
+    seen: dict[int, Place] | None = None,
+    again: Callable[[Place, Place], None] | None = None,
+) -> None:
+    """Open every object once, in the order in which they are held.
+
+    Args:
+        places: Where the walk begins.
+        opened: Is called with each object, and returns what the walk is to open of what it holds.
+        seen: The objects that were opened already, by id. A later walk leaves them out.
+        again: Is called where an object is found in a second place: with that one and the first.
+    """
+    # The objects themselves are kept, for an id would be given to another one.
+    seen = {} if seen is None else seen
+    waiting = list(places)[::-1]
+    most = len(seen) + MOST_OBJECTS
+    while waiting and len(seen) < most:
+        place = waiting.pop()
+        if isinstance(place.value, LEAVES):
+            continue
+        first = seen.setdefault(id(place.value), place)
+        if first is not place:
+            if again is not None:
+                again(place, first)
+            continue
+        inside = opened(place)
+        if place.depth < DEEPEST:
+            waiting += list(inside)[::-1]
+
+
+def held_by(value: Any) -> Iterator[tuple[str, Any]]:
+    """What an object holds, each with a name: entries of a list or dictionary, else attributes."""
+    if isinstance(value, dict):
+        if len(value) <= LONGEST:
+            yield from (
+                (label(key, place), each) for place, (key, each) in enumerate(value.items())
+            )
+    elif isinstance(value, ROWS):
+        if len(value) <= LONGEST:
+            yield from ((str(place), each) for place, each in enumerate(value))
+    else:
+        yield from attributes_of(value)
+
+
+def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object, those in slots among them."""
+    yield from getattr(value, "__dict__", {}).items()
+    for name in names_of_slots(type(value)):
+        if hasattr(value, name):
+            yield name, getattr(value, name)
+
+
+def label(key: Any, place: int) -> str:
+    """The name of a dictionary's entry: its key, or its place where the key is an object."""
+    is_text = isinstance(key, LEAVES) or type(key) is tuple
+    return str(key) if is_text else f"#{place}"
+
+
+def names_of_slots(kind: type) -> list[str]:
+    """The attributes that a class of the user's keeps in slots, instead of a dictionary."""
+    names: list[str] = []
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    # Python gives a private name another one.
+    return [name for name in names if not name.startswith("__")]
+
+
+def children_of(place: Place) -> Iterator[Place]:
+    """What an object holds, as places. Of a module they are its own attributes and its layers."""
+    value = place.value
+    is_module = isinstance(value, nn.Module)
+    for name, each in held_by(value):
+        is_of_every = is_module and name in OF_EVERY_MODULE and name != "_modules"
+        if not is_of_every and not isinstance(each, CLOSED):
+            yield Place(f"{place.name}.{name}", each, place.depth + 1, place.inside)

@@ -1,0 +1,538 @@
+"""What the user's objects hold, and who keeps it: one walk, whose result all others ask.
+
+The walk begins with the trained module, the data module, optimizers, schedules and the user's
+callbacks, in this order. What it finds belongs to one of
+
+- :class:`unbroken.parts.declared.DeclaredStates`: what has ``state_dict`` and ``load_state_dict``;
+- :class:`unbroken.parts.generators.OwnGenerators`: generators of random numbers;
+- :class:`unbroken.parts.undeclared.attributes.PlainAttributes`: plain attributes;
+- :class:`unbroken.parts.undeclared.modules.HiddenModules`: modules that are no layers;
+- nobody: :class:`unbroken.parts.undeclared.not_kept.NotKept` tells what of it changes.
+
+What Lightning saves itself, and the loaders that :class:`unbroken.loading.ExactLoading` reads with
+their samplers and data, is passed by. A name says where something is held, and depends on nobody
+else: callbacks are counted among those of their class.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from enum import Enum
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningDataModule, Trainer
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchmetrics import Metric
+from unbroken import contract
+from unbroken.holding import walk
+from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF_DATA
+from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
+from unbroken.loading.own_generators import KINDS as GENERATORS
+from unbroken.loading.own_generators import draws_from_a_state
+from unbroken.loading.samplers import samplers_within
+from unbroken.parts.plain_values import (
+    NUMBERS_AND_TEXTS,
+    is_plain,
+    is_single,
+    is_users_own,
+    values_inside,
+)
+from unbroken.parts.users_callbacks import NOT_THE_USERS, users_callbacks
+
+OF_EVERY_MODULE = walk.OF_EVERY_MODULE | {"track_running_stats"}
+CONTAINERS = (dict, *walk.ROWS)
+IMMUTABLE = {type(None), *NUMBERS_AND_TEXTS}
+# The packages of objects that belong to the machinery: they change, and no state is lost.
+MACHINERY = (
+    *("lightning.", "lightning_fabric.", "torch.distributed", "torch.cuda", "torch.utils.hooks"),
+    *("torch.autograd", "torch.utils.tensorboard", "torch.profiler", "torch.fx", "torch._"),
+    *("threading", "_thread", "logging", "weakref", "multiprocessing", "concurrent", "asyncio"),
+    *("io", "_io", "socket", "subprocess", "tqdm", "functools"),
+)
+# The hooks by which somebody saves what he keeps himself.
+SAVING_HOOKS = ("on_save_checkpoint", "state_dict", "get_extra_state")
+# What these save says nothing of the user's attributes.
+NO_SAVING_OF_THE_USERS = ("lightning.", "torch.", "torchmetrics.")
+
+
+class MetricWithoutState(Metric):
+    """Has the attributes that every metric has, and no others."""
+
+    def update(self, *_: Any, **__: Any) -> None: ...
+
+    def compute(self) -> None: ...
+
+
+OF_EVERY_METRIC = OF_EVERY_MODULE | vars(MetricWithoutState()).keys()
+
+
+def _of_every_optimizer() -> set[str]:
+    """What optimizers keep in their state dicts, and what schedules leave in them."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)
+    return {*vars(optimizer), "_opt_called", "_step_count", "step"}
+
+
+OF_EVERY_OPTIMIZER = _of_every_optimizer()
+
+
+class Length(NamedTuple):
+    """Stands for a list whose entries are looked at one by one."""
+
+    entries: int
+
+
+class NotHeld(NamedTuple):
+    """A value that no checkpoint holds.
+
+    Attributes:
+        value: The value, or the length of a list that is not plain.
+        attribute: The name of the attribute that it is, or belongs to.
+        package: The package of the class whose attribute that is. Empty: it is the user's own.
+    """
+
+    value: Any
+    attribute: str
+    package: str
+
+
+@dataclasses.dataclass
+class Held:
+    """What the user's objects hold, by name; each in the field of whoever keeps it.
+
+    Attributes:
+        owners: The objects whose plain attributes are kept.
+        attributes: Those attributes.
+        modules: Modules, and parameters that stand alone, that are no part of the trained module.
+        declared: Objects with a state of their own.
+        generators: Generators of random numbers.
+        nobodys: What nobody keeps, and whose change is told.
+        layers: The trained module's parts, by name.
+        other_names: Further names of a module or an object with a state, each with its first.
+    """
+
+    owners: dict[str, Any] = dataclasses.field(default_factory=dict)
+    attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    modules: dict[str, Any] = dataclasses.field(default_factory=dict)
+    declared: dict[str, Any] = dataclasses.field(default_factory=dict)
+    generators: dict[str, Any] = dataclasses.field(default_factory=dict)
+    nobodys: dict[str, NotHeld] = dataclasses.field(default_factory=dict)
+    layers: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
+    other_names: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def saved(self, states: dict[str, Any], name: str) -> Any:
+        """The state that was saved for what is held by a name now; None: there is none.
+
+        Where two hold one object, one of them may be left out at a resume.
+        """
+        names = [name, *(each for each, first in self.other_names.items() if first == name)]
+        return next((states[each] for each in names if each in states), None)
+
+
+class Inside(NamedTuple):
+    """What holds for the attributes of an object, and for what they hold.
+
+    Attributes:
+        keeps: Whether plain attributes of the user's own objects are kept here.
+        tells: Whether a change of what nobody keeps is told.
+        takes: Whether modules and declared states are kept here. Else they belong to somebody who
+            declares a state for all that he holds.
+        attribute: See :class:`NotHeld`. Empty: each attribute stands for itself.
+        package: See :class:`NotHeld`.
+    """
+
+    keeps: bool = True
+    tells: bool = True
+    takes: bool = True
+    attribute: str = ""
+    package: str = ""
+
+
+def held_by_users(trainer: Trainer) -> Held:
+    """Go over what the user's objects hold, as it is now."""
+    look = _Look(trainer)
+    look.module()
+    look.data()
+    look.optimizers_and_schedules()
+    look.callbacks()
+    return look.held
+
+
+class _Look:
+    """One walk. It is over before anything changes."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.held = Held()
+        self.seen: dict[int, Place] = {}
+        module = trainer.lightning_module
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+        everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        lightnings = [*trainer.optimizers, *schedules, *everyone, *trainer.loggers, data]
+        # What Lightning saves itself, and what is read for the training and its evaluations.
+        self.seen_to = {id(each) for each in lightnings}
+        self.named = list(module.named_modules())
+        self.layers = {id(each) for _, each in self.named}
+        self.weights = {id(each) for each in module.parameters()}
+        self.optimizer_states = {id(each.state) for each in trainer.optimizers}
+        self.read = _read_by(trainer)
+
+    # Where the walk begins
+
+    def module(self) -> None:
+        module = self.trainer.lightning_module
+        metrics = [part for _, part in self.named if isinstance(part, Metric)]
+        inside_metrics = {id(part) for metric in metrics for part in metric.modules()}
+        places: list[Place] = []
+        for path, part in self.named:
+            name = f"module.{path}".rstrip(".")
+            self.held.layers[name] = part
+            if not isinstance(part, Metric) and id(part) in inside_metrics:
+                continue
+            is_foreign = part is not module and is_foreign_layer(part)
+            places += self._owner(name, part, Inside(), 0, only_singles=is_foreign)
+        self._walk(places)
+
+    def data(self) -> None:
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        if data is not None:
+            self._walk(self._owner("data", data, Inside(), 0))
+
+    def optimizers_and_schedules(self) -> None:
+        places: list[Place] = []
+        for number, optimizer in enumerate(self.trainer.optimizers):
+            places += self._optimizer(f"optimizers.{number}", optimizer, Inside(), 0)
+        for number, config in enumerate(self.trainer.lr_scheduler_configs):
+            places += self._schedule(f"schedules.{number}", config.scheduler, Inside(), 0)
+        self._walk(places)
+
+    def callbacks(self) -> None:
+        of_class: Counter[str] = Counter()
+        places: list[Place] = []
+        # A callback keeps what its state_dict says, as Lightning has it.
+        inside = Inside(keeps=False, tells=False)
+        for callback in users_callbacks(self.trainer):
+            kind = type(callback).__qualname__
+            name = f"callbacks.{kind}.{of_class[kind]}"
+            of_class[kind] += 1
+            places += self._attributes(name, callback, inside, 0)
+        self._walk(places)
+
+    # How it goes on
+
+    def _walk(self, places: Iterable[Place]) -> None:
+        walk.walk(places, self._opened, self.seen, self._again)
+
+    def _again(self, place: Place, first: Place) -> None:
+        if first.name in self.held.declared or first.name in self.held.modules:
+            self.held.other_names[place.name] = first.name
+
+    def _opened(self, place: Place) -> list[Place]:
+        """Note an object, and return what it holds and may be of interest."""
+        name, value, depth, inside = place
+        if isinstance(value, GENERATORS):
+            if draws_from_a_state(value):
+                self.held.generators[name] = value
+            return []
+        if self._is_kept_elsewhere(value):
+            return []
+        if isinstance(value, nn.Module | nn.Parameter):
+            return self._hidden_module(place)
+        if isinstance(value, CONTAINERS) and not hasattr(type(value), "load_state_dict"):
+            return self._container(place)
+        if id(value) in self.read or isinstance(value, Dataset | Sampler | DataLoader):
+            return self._part_of_data(place)
+        if declares_state(value):
+            return self._declared(place)
+        if isinstance(value, Callback):
+            within = inside._replace(keeps=False, tells=False)
+            return self._attributes(name, value, within, depth)
+        if inside.keeps and is_object(value):
+            return self._owner(name, value, inside, depth)
+        return self._foreign(place)
+
+    def _is_kept_elsewhere(self, value: Any) -> bool:
+        """Whether Lightning or another part keeps an object, or there is nothing to keep of it."""
+        if id(value) in self.seen_to or id(value) in self.layers or id(value) in self.weights:
+            return True
+        if isinstance(value, contract.KeepsSums):
+            return True
+        is_read = id(value) in self.read
+        return not is_read and type(value).__module__.startswith((*MACHINERY, *NOT_THE_USERS))
+
+    def _owner(
+        self, name: str, owner: Any, inside: Inside, depth: int, only_singles: bool = False
+    ) -> list[Place]:
+        """Somebody whose plain attributes are kept; of layers of packages single values alone."""
+        self.held.owners[name] = owner
+        not_kept = not_kept_of(owner)
+        tells = inside.tells and not only_singles and not saves_itself(owner)
+        inside = Inside(inside.keeps, tells, inside.takes, "", package_of(owner))
+        is_of_data = name.startswith("data.")
+        attributes = self.held.attributes
+        places: list[Place] = []
+        for attribute, value in vars(owner).items():
+            if attribute in not_kept:
+                continue
+            path = f"{name}.{attribute}"
+            if type(value) in IMMUTABLE:
+                if value is not None or not only_singles:
+                    attributes[path] = value
+            elif isinstance(value, FUNCTIONS) or (only_singles and is_row_of_numbers(value)):
+                continue
+            elif is_single(value) or (not only_singles and is_plain(value)):
+                if is_object(value):
+                    places.append(Place(path, value, depth + 1, inside))
+                elif is_of_data and not may_be_held(value):
+                    self._tell(path, value, inside)
+                else:
+                    attributes[path] = value
+            else:
+                places += self._child(path, value, inside, depth)
+        return places
+
+    def _attributes(self, name: str, owner: Any, inside: Inside, depth: int) -> list[Place]:
+        """Somebody whose plain attributes are not kept here."""
+        places: list[Place] = []
+        is_module = isinstance(owner, nn.Module)
+        for attribute, value in walk.attributes_of(owner):
+            is_cached = isinstance(getattr(type(owner), attribute, None), functools.cached_property)
+            if not is_cached and not (is_module and attribute in OF_EVERY_MODULE):
+                places += self._child(f"{name}.{attribute}", value, inside, depth)
+        return places
+
+    def _child(self, name: str, value: Any, inside: Inside, depth: int) -> list[Place]:
+        """A value that nobody keeps here as it is: what it holds may be kept."""
+        if isinstance(value, FUNCTIONS):
+            return []
+        is_leaf = isinstance(value, (*LEAVES, Enum, np.ndarray)) or is_iterator(value)
+        is_leaf = is_leaf or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+        if is_leaf:
+            self._tell(name, value, inside)
+            return []
+        return [Place(name, value, depth + 1, inside)]
+
+    def _tell(self, name: str, value: Any, inside: Inside) -> None:
+        if inside.tells:
+            self.held.nobodys[name] = NotHeld(value, inside.attribute or name, inside.package)
+
+    # The kinds of objects
+
+    def _container(self, place: Place) -> list[Place]:
+        name, value, depth, inside = place
+        inside = inside._replace(attribute=inside.attribute or name)
+        if len(value) > LONGEST:
+            self._tell(name, value, inside)
+            return []
+        self._tell(name, Length(len(value)), inside)
+        places: list[Place] = []
+        for key, each in walk.held_by(value):
+            places += self._child(f"{name}.{key}", each, inside, depth)
+        return places
+
+    def _hidden_module(self, place: Place) -> list[Place]:
+        name, value, depth, inside = place
+        if inside.takes:
+            self.held.modules[name] = value
+        if not isinstance(value, nn.Module):
+            return []
+        places: list[Place] = []
+        within = inside._replace(keeps=False, tells=False)
+        for path, part in value.named_modules():
+            if not type(part).__module__.startswith("torch.nn."):
+                places += self._attributes(f"{name}.{path}".rstrip("."), part, within, depth)
+        return places
+
+    def _part_of_data(self, place: Place) -> list[Place]:
+        """A data set, a sampler or a loader. Its samples are not looked through."""
+        name, value, depth, inside = place
+        is_read = id(value) in self.read
+        if inside.takes and not is_read and declares_state(value):
+            return self._declared(place)
+        self._tell(name, Identity(value), inside)
+        within = inside._replace(keeps=False, tells=False, takes=inside.takes and not is_read)
+        return self._attributes(name, value, within, depth)
+
+    def _declared(self, place: Place) -> list[Place]:
+        """An object with a state. It speaks for all that it holds, its generators apart."""
+        name, value, depth, inside = place
+        if isinstance(value, Optimizer) and id(value.state) in self.optimizer_states:
+            # A wrapper of it is the Trainer's.
+            return []
+        if inside.takes:
+            self.held.declared[name] = value
+        if isinstance(value, Optimizer):
+            return self._optimizer(name, value, inside, depth)
+        if isinstance(value, LRScheduler):
+            return self._schedule(name, value, inside, depth)
+        within = inside._replace(keeps=False, tells=False, takes=False)
+        return self._attributes(name, value, within, depth)
+
+    def _optimizer(self, name: str, optimizer: Any, inside: Inside, depth: int) -> list[Place]:
+        """The state dict that torch makes of an optimizer lacks what a subclass keeps in attributes."""
+        if inside.keeps and is_not_overridden(optimizer, Optimizer):
+            return self._owner(name, optimizer, inside, depth)
+        within = inside._replace(keeps=False, tells=False, takes=False)
+        return self._attributes(name, optimizer, within, depth)
+
+    def _schedule(self, name: str, schedule: Any, inside: Inside, depth: int) -> list[Place]:
+        """The state dict that torch makes of a schedule has its attributes, but no state of objects
+        in them.
+        """
+        takes = inside.takes and is_not_overridden(schedule, LRScheduler)
+        within = inside._replace(keeps=False, tells=False, takes=takes)
+        return self._attributes(name, schedule, within, depth)
+
+    def _foreign(self, place: Place) -> list[Place]:
+        """An object of a package. What it keeps is not kept, but what it holds may be."""
+        name, value, depth, inside = place
+        inside = inside._replace(attribute=inside.attribute or name)
+        if not hasattr(value, "__dict__") and not walk.names_of_slots(type(value)):
+            self._tell(name, Identity(value), inside)
+            return []
+        self._tell(name, type(value), inside)
+        return self._attributes(name, value, inside, depth)
+
+
+class Identity(NamedTuple):
+    """Stands for an object of which nothing is compared but whether it is the same one."""
+
+    value: Any
+
+
+def _read_by(trainer: Trainer) -> set[int]:
+    """The loaders that the Trainer reads, with their data and samplers, by id.
+
+    Their state lies ahead of the training. LoaderPositions keeps it.
+    """
+    found: set[int] = set()
+    waiting: list[Any] = [trainer.train_dataloader, trainer.val_dataloaders]
+    while waiting:
+        value = waiting.pop()
+        if value is None or id(value) in found:
+            continue
+        if isinstance(value, CONTAINERS):
+            waiting += value.values() if isinstance(value, dict) else value
+            continue
+        found.add(id(value))
+        for name in ("loader", "dataset", "sampler", "batch_sampler"):
+            part = vars(value).get(name) if hasattr(value, "__dict__") else None
+            if name == "loader" and not type(value).__module__.startswith(NOT_THE_USERS):
+                continue
+            if part is not None:
+                found |= {id(each) for each in samplers_within(part)}
+                waiting.append(part)
+        if isinstance(value, Dataset):
+            waiting += [each for each in vars(value).values() if isinstance(each, Dataset)]
+            for each in vars(value).values():
+                if isinstance(each, list | tuple) and len(each) <= LONGEST:
+                    waiting += [part for part in each if isinstance(part, Dataset)]
+    return found
+
+
+def declares_state(value: Any) -> bool:
+    """Whether an object offers a state and takes it back; its class is asked."""
+    kind = type(value)
+    offers = (getattr(kind, "state_dict", None), getattr(kind, "load_state_dict", None))
+    # Lightning gives every callback and data module one that is empty.
+    is_lightnings = offers[0] in (Callback.state_dict, LightningDataModule.state_dict)
+    return all(map(callable, offers)) and not is_lightnings
+
+
+def is_not_overridden(value: Any, kind: type) -> bool:
+    """Whether an object's ``state_dict`` is that of a base class."""
+    return type(value).state_dict is kind.state_dict  # type: ignore[attr-defined]
+
+
+def is_row_of_numbers(value: Any) -> bool:
+    """Whether a value is a short list of numbers, such as the size of a layer's kernel."""
+    return type(value) in (tuple, list) and IMMUTABLE.issuperset(map(type, value))
+
+
+def package_of(owner: Any) -> str:
+    """The package of an object's class; empty where the class is the user's own."""
+    kind = type(owner)
+    return "" if is_users_own(kind) else kind.__module__.partition(".")[0]
+
+
+def not_kept_of(owner: Any) -> set[str]:
+    """The attributes that other parts of a checkpoint, and Lightning itself, see to."""
+    if isinstance(owner, Optimizer):
+        return OF_EVERY_OPTIMIZER
+    if not isinstance(owner, nn.Module | LightningDataModule):
+        return set()
+    if not isinstance(owner, Metric):
+        return OF_EVERY_MODULE
+    tensors = {name for name, value in vars(owner).items() if isinstance(value, Tensor)}
+    return OF_EVERY_METRIC | tensors | owner.metric_state.keys()
+
+
+def is_foreign_layer(owner: Any) -> bool:
+    """Whether an object is a layer, and not of a class of the user's own."""
+    is_layer = isinstance(owner, nn.Module) and not isinstance(owner, Metric)
+    return is_layer and not is_users_own(type(owner))
+
+
+def saves_itself(owner: Any) -> bool:
+    """Whether somebody has a hook of his own that saves something."""
+    for kind in type(owner).__mro__:
+        is_own = not kind.__module__.startswith(NO_SAVING_OF_THE_USERS)
+        if is_own and any(hook in vars(kind) for hook in SAVING_HOOKS):
+            return True
+    return False
+
+
+def is_object(value: Any) -> bool:
+    """Whether a value is an object whose attributes can be kept: of a class of the user's own, and
+    neither a module, nor a part of the data, nor one that declares a state.
+    """
+    kind = type(value)
+    others = type | nn.Module | tuple | Enum | Tensor | Dataset | Sampler | Callback
+    if isinstance(value, others):
+        return False
+    if not hasattr(value, "__dict__") or is_frozen(kind) or declares_state(value):
+        return False
+    if kind.__module__.startswith(NOT_THE_USERS):
+        # The engine's own, such as a loader that keeps its place.
+        return False
+    return kind is SimpleNamespace or is_users_own(kind)
+
+
+def is_frozen(kind: type) -> bool:
+    """Whether a class is a dataclass whose objects are replaced, and never changed."""
+    return dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether a value goes on whenever it is asked, and cannot be told where it is."""
+    return isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not is_plain(value)
+
+
+def may_be_held(value: Any) -> bool:
+    """Whether an attribute of an object that the data module holds is not its samples."""
+    is_tensor = isinstance(value, Tensor | np.ndarray)
+    if not is_tensor and isinstance(value, Collection) and len(value) > MOST_ENTRIES_OF_DATA:
+        return False
+    return bytes_in(value) <= MOST_BYTES_OF_DATA
+
+
+def bytes_in(value: Any) -> int:
+    """How many bytes tensors, arrays and texts have that a value is or holds."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, str | bytes):
+        return len(value)
+    return sum(map(bytes_in, values_inside(value) or ()))

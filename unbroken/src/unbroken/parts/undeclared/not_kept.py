@@ -1,0 +1,151 @@
+"""What changes in training and no checkpoint can hold: the run says so."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from unbroken.holding.bounds import LAST_ENTRIES, MOST_BYTES_COMPARED
+from unbroken.holding.walk import ROWS
+from unbroken.lightning_internals import version_of
+from unbroken.parts.held import Held, Identity, Length, NotHeld, is_iterator
+from unbroken.parts.plain_values import copied, is_single
+
+ADVICE = "Save it in on_save_checkpoint, or make it a part (see docs/how_it_works.md)."
+
+
+class NotKept:
+    """What the user's objects hold and a checkpoint cannot, and whether it has changed.
+
+    One that changes is told once, by the name of the attribute that it is or belongs to. So are
+    modules and objects that training makes: a resumed run has nothing to give their state to.
+    Whoever saves by himself what he keeps is left alone.
+    """
+
+    def __init__(self) -> None:
+        self._fresh: dict[str, Any] = {}
+        self._there: set[str] = set()
+        self._told: set[str] = set()
+        # The packages that something told is of.
+        self.packages: set[str] = set()
+
+    def begin(self, held: Held) -> None:
+        """Note what there is when training starts."""
+        self._fresh = {name: evidence_of(each.value) for name, each in held.nobodys.items()}
+        self._there = made_by_users(held)
+
+    def lines(self, held: Held) -> list[str]:
+        """A line for each attribute that has changed, and was not told yet."""
+        found: list[str] = []
+        for name, each in held.nobodys.items():
+            if each.attribute not in self._told and self._has_changed(name, each):
+                self._told.add(each.attribute)
+                if each.package:
+                    self.packages.add(each.package)
+                found.append(
+                    f"a resume may not be exact: {each.attribute} changes in training, and a"
+                    f" checkpoint cannot hold it ({what_it_is(held, each)}). {ADVICE}"
+                )
+        for name in sorted(made_by_users(held) - self._there):
+            if any(f"{name}.".startswith(f"{told}.") for told in self._told):
+                # What it lies in was told.
+                continue
+            self._told.add(name)
+            found.append(
+                f"a resume may not be exact: training has made {name}, and a resumed run has"
+                " nothing to give its state to. Make it in the constructor, or in"
+                " on_load_checkpoint."
+            )
+        return found
+
+    def lines_of_changed(self, names: Iterator[str] | list[str]) -> list[str]:
+        """A line for each undeclared state that has changed where none is kept."""
+        found: list[str] = []
+        for name in names:
+            if name not in self._told:
+                self._told.add(name)
+                found.append(
+                    f"a resume may not be exact: {name} changes in training, and undeclared=False"
+                    f" keeps no state that is not declared. {ADVICE}"
+                )
+        return found
+
+    def lines_of_states(self, odd: dict[str, str]) -> list[str]:
+        """A line for each declared state that could not be kept or given back, with the reason."""
+        found: list[str] = []
+        for name, reason in odd.items():
+            if name not in self._told:
+                self._told.add(name)
+                found.append(
+                    f"a resume may not be exact: the state of {name} is not kept, because {reason}."
+                    " A checkpoint holds numbers, texts, tensors, and lists and dictionaries of"
+                    " them."
+                )
+        return found
+
+    def _has_changed(self, name: str, each: NotHeld) -> bool:
+        if is_iterator(each.value):
+            return True
+        now = evidence_of(each.value)
+        if name in self._fresh:
+            return bool(self._fresh[name] != now)
+        # Lightning makes empty hyperparameters where it saves some.
+        return now is not None and each.value != Length(0)
+
+
+def what_it_is(held: Held, each: NotHeld) -> str:
+    """The class of the attribute, in words."""
+    top = held.nobodys.get(each.attribute, each)
+    value = top.value
+    if isinstance(value, Length):
+        return "it is a list or dictionary of objects"
+    if isinstance(value, Identity):
+        value = value.value
+    kind = value if isinstance(value, type) else type(value)
+    return f"its class is {kind.__name__}"
+
+
+def made_by_users(held: Held) -> set[str]:
+    """The names of modules, of objects with a state, and of objects whose attributes are kept."""
+    objects = held.owners.keys() - held.layers.keys()
+    return {*held.modules, *held.declared, *objects}
+
+
+def evidence_of(value: Any) -> Any:
+    """What is compared of such a value: numbers and texts, lengths, some bytes, or which object it
+    is.
+    """
+    if isinstance(value, np.ndarray | np.generic):
+        return (value.shape, str(value.dtype), some_bytes_of(np.asarray(value)))
+    if isinstance(value, Tensor):
+        is_read = value.device.type == "cpu" and value.numel() <= MOST_BYTES_COMPARED
+        if is_read and value.dtype.is_floating_point:
+            return (value.shape, value.dtype, some_bytes_of(value.detach().double().numpy()))
+        return (value.shape, value.dtype, *version_of(value))
+    if isinstance(value, (*ROWS, dict)) and not isinstance(value, Length | Identity):
+        entries = list(value.values()) if isinstance(value, dict) else list(value)
+        return [len(entries), *map(evidence_of_entry, entries[-LAST_ENTRIES:])]
+    if isinstance(value, Identity):
+        return id(value.value)
+    if value is None or isinstance(value, Length | type):
+        return value
+    return copied(value) if is_single(value) else id(value)
+
+
+def evidence_of_entry(value: Any) -> Any:
+    """The same of an entry of a long list. Those in it are not looked at."""
+    is_list = isinstance(value, (*ROWS, dict))
+    return len(value) if is_list else evidence_of(value)
+
+
+def some_bytes_of(array: np.ndarray[Any, Any]) -> int:
+    """A number for the bytes of an array; of a large one for some of them, evenly spaced."""
+    if array.dtype.hasobject:
+        return array.size
+    flat = array.reshape(-1)
+    most = max(1, MOST_BYTES_COMPARED // max(1, array.itemsize))
+    step = max(1, flat.size // most)
+    return zlib.crc32(np.ascontiguousarray(flat[::step]).tobytes())

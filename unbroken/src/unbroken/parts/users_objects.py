@@ -1,0 +1,126 @@
+"""What the user's objects hold beside weights: found by one walk at each save, kept or told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from unbroken.parts.declared import DeclaredStates
+from unbroken.parts.generators import OwnGenerators
+from unbroken.parts.held import held_by_users
+from unbroken.parts.part import Part
+from unbroken.parts.shapes import Shapes
+from unbroken.parts.undeclared.attributes import PlainAttributes, without_halves
+from unbroken.parts.undeclared.modules import HiddenModules
+from unbroken.parts.undeclared.not_kept import NotKept
+from unbroken.stopping.ranks import say
+
+
+class UsersObjects(Part):
+    """What the module, the data module, optimizers, schedules and the user's callbacks hold.
+
+    Whatever has ``state_dict`` and ``load_state_dict`` comes first: it is kept wherever it is held.
+    Generators of random numbers follow. State that nobody has declared is kept where it is plain.
+    What changes and cannot be kept is told by name, before a run is resumed without it.
+
+    Args:
+        undeclared: Whether plain attributes and modules that are no layers are kept, too. If not,
+            those that change are told.
+    """
+
+    name = "objects"
+    is_left_at_the_end = True
+    takes_copies = True
+
+    def __init__(self, undeclared: bool = True) -> None:
+        self.keeps_undeclared = undeclared
+        self.declared = DeclaredStates()
+        self.attributes = PlainAttributes()
+        self.modules = HiddenModules()
+        self.generators = OwnGenerators()
+        self.not_kept = NotKept()
+        self.shapes = Shapes()
+
+    # What is noted at a start
+
+    def fit_starts(self, trainer: Trainer) -> None:
+        """Note what the start has made, before states are loaded into it."""
+        held = held_by_users(trainer)
+        self.shapes.begin(trainer, held)
+        self.declared.begin(held, trainer.optimizers)
+
+    def check_begins(self, trainer: Trainer) -> None:
+        """A resumed run has no sanity check. So what it changes belongs to the state."""
+        self.attributes.check_begins(held_by_users(trainer))
+
+    def check_ends(self, trainer: Trainer) -> None:
+        """Note what the sanity check has changed."""
+        self.attributes.check_ends(held_by_users(trainer))
+
+    def begin(self, trainer: Trainer) -> None:
+        """Note what there is when training starts, after all hooks of the start."""
+        held = held_by_users(trainer)
+        self.attributes.begin(held)
+        self.modules.begin(held, trainer.lightning_module)
+        self.not_kept.begin(held)
+
+    # What is kept
+
+    def take(self, trainer: Trainer) -> dict[str, Any]:
+        held = held_by_users(trainer)
+        states, left_out = self.declared.take(held)
+        attributes = self.attributes.take(held)
+        modules = self.modules.take(held, trainer.lightning_module)
+        lines = [
+            *self.shapes.lines(trainer, held),
+            *self.not_kept.lines(held),
+            *self.not_kept.lines_of_states(left_out),
+        ]
+        taken: dict[str, Any] = {"declared": states, "generators": self.generators.take(held)}
+        if self.keeps_undeclared:
+            taken["attributes"] = without_halves(held, attributes, self.not_kept.packages)
+            taken["modules"] = modules
+        else:
+            lines += self.not_kept.lines_of_changed([*attributes, *modules["tensors"]])
+        if trainer.is_global_zero:
+            say(*lines)
+        return taken
+
+    # What is given back
+
+    def give_back_early(self, trainer: Trainer, value: Mapping[str, Any]) -> None:
+        """Give the data module, and a module that makes loaders itself, what these are made of."""
+        makers = ["data."]
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        module = trainer.lightning_module
+        if data is None and is_overridden("train_dataloader", module):
+            makers.append("module.")
+        held = held_by_users(trainer)
+        device = trainer.strategy.root_device
+        attributes = value.get("attributes", {})
+        names = [name for name in attributes if name.startswith(tuple(makers))]
+        if self.keeps_undeclared:
+            self.attributes.give_back_early(held, attributes, names, device)
+        states = value.get("declared", {})
+        early = {name: states[name] for name in states if name.startswith(tuple(makers))}
+        # What cannot be loaded yet is loaded later.
+        self.declared.give_back(held_by_users(trainer), early, device)
+
+    def undo(self, trainer: Trainer) -> None:
+        """Put back what hooks of an epoch's start have changed, which are called again."""
+        self.attributes.undo(held_by_users(trainer), trainer.strategy.root_device)
+
+    def give_back(self, trainer: Trainer, value: Mapping[str, Any]) -> None:
+        held = held_by_users(trainer)
+        device = trainer.strategy.root_device
+        if self.keeps_undeclared:
+            self.attributes.give_back(held, value.get("attributes", {}), device)
+            if "modules" in value:
+                self.modules.give_back(held, trainer.lightning_module, value["modules"])
+        refused = self.declared.give_back(held, value.get("declared", {}), device)
+        # The generators come last: to give back something else may draw a random number.
+        self.generators.give_back(held, value.get("generators", {}))
+        if trainer.is_global_zero:
+            say(*self.not_kept.lines_of_states(refused))

@@ -1,0 +1,458 @@
+"""What the user's objects hold comes back wherever it is held, or is told at a save."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
+from torch.utils.data import DataLoader, TensorDataset
+from unbroken import ExactCheckpoint
+from unbroken.checkpoint.not_exact import what_is_not_exact
+from unbroken.loading import ExactLoading
+from unbroken.parts.held import held_by_users
+from unbroken.parts.users_objects import UsersObjects
+from unbroken.storage.checkpoint_files import made_plain
+
+
+class Average:
+    """Averages weights, as an object of a package that is no layer."""
+
+    # Of no module that is imported: so its class is not the user's own.
+    __module__ = "averages.of_somebody"
+
+    def __init__(self, decay: float = 0.5) -> None:
+        self.decay = decay
+        self.value = torch.zeros(2)
+
+    def update(self, value: float) -> None:
+        self.value = self.value * self.decay + value
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Engine:
+    """Holds an object with a state, and has none itself."""
+
+    __module__ = "averages.of_somebody"
+
+    def __init__(self) -> None:
+        self.accountant = Average()
+        self.scale = 1.0
+
+
+class Module(LightningModule):
+    """Holds objects of a package at many places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+        self.averages = [Average(), {"slow": Average()}]
+        self.engine = Engine()
+        self.own = torch.optim.Adam(self.net.parameters(), 0.1)
+        self.boost = 3.0
+
+
+class Teaches(Callback):
+    """Holds a teacher and an average."""
+
+    def __init__(self) -> None:
+        self.teacher = nn.Linear(1, 1)
+        self.average = Average()
+
+
+class Other(Teaches):
+    """Another callback that does so."""
+
+
+def trainer_of(module: LightningModule, *callbacks: Callback) -> Trainer:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, callbacks=[*callbacks]
+    )
+    trainer.strategy.connect(module)
+    module.trainer = trainer
+    return trainer
+
+
+def begun(trainer: Trainer, undeclared: bool = True) -> UsersObjects:
+    """The part, as a training begins."""
+    part = UsersObjects(undeclared)
+    part.fit_starts(trainer)
+    part.begin(trainer)
+    return part
+
+
+def saved(part: UsersObjects, trainer: Trainer) -> dict[str, Any]:
+    """What a checkpoint holds."""
+    value: dict[str, Any] = made_plain(part.take(trainer), "objects")
+    return value
+
+
+def told(capsys: pytest.CaptureFixture[str]) -> str:
+    """What was said."""
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+def test_a_declared_state_comes_back_wherever_it_is_held() -> None:
+    before = trainer_of(Module(), Teaches())
+    before.datamodule = LightningDataModule()  # type: ignore[attr-defined]
+    before.datamodule.pool = SimpleNamespace(average=Average())  # type: ignore[attr-defined]
+    part = begun(before)
+    module: Any = before.lightning_module
+    module.averages[0].update(1.0)
+    module.averages[1]["slow"].update(2.0)
+    module.engine.accountant.update(3.0)
+    before.callbacks[0].average.update(4.0)  # type: ignore[attr-defined]
+    before.datamodule.pool.average.update(5.0)  # type: ignore[attr-defined]
+    module.net(torch.ones(1, 2)).sum().backward()
+    module.own.step()
+    value = saved(part, before)
+    assert set(value["declared"]) == {
+        *("module.averages.0", "module.averages.1.slow", "module.engine.accountant"),
+        *("module.own", "callbacks.Teaches.0.average", "data.pool.average"),
+    }
+
+    after = trainer_of(Module(), Teaches())
+    after.datamodule = LightningDataModule()  # type: ignore[attr-defined]
+    after.datamodule.pool = SimpleNamespace(average=Average())  # type: ignore[attr-defined]
+    begun(after).give_back(after, value)
+    there: Any = after.lightning_module
+    found = [
+        there.averages[0],
+        there.averages[1]["slow"],
+        there.engine.accountant,
+        after.callbacks[0].average,  # type: ignore[attr-defined]
+        after.datamodule.pool.average,  # type: ignore[attr-defined]
+    ]
+    assert [each.value[0].item() for each in found] == [1.0, 2.0, 3.0, 4.0, 5.0]
+    moments = [each["exp_avg"] for each in there.own.state.values()]
+    assert len(moments) == 2
+    assert torch.equal(moments[0], next(iter(module.own.state.values()))["exp_avg"])
+
+
+def test_a_name_does_not_depend_on_which_other_callbacks_take_part() -> None:
+    before = trainer_of(Module(), Other(), Teaches())
+    part = begun(before)
+    callback: Any = before.callbacks[1]  # type: ignore[attr-defined]
+    with torch.no_grad():
+        callback.teacher.weight.fill_(7.0)
+    callback.average.update(4.0)
+    value = saved(part, before)
+
+    after = trainer_of(Module(), Teaches())
+    begun(after).give_back(after, value)
+    callback = after.callbacks[0]  # type: ignore[attr-defined]
+    assert callback.teacher.weight.item() == 7.0
+    assert callback.average.value[0] == 4.0
+
+
+def test_what_two_hold_comes_back_where_one_of_them_is_left_out() -> None:
+    shared = Average()
+    one = Other()
+    two = Teaches()
+    two.average = one.average = shared
+    two.teacher = one.teacher
+    before = trainer_of(Module(), one, two)
+    part = begun(before)
+    shared.update(4.0)
+    with torch.no_grad():
+        one.teacher.weight.fill_(7.0)
+    value = saved(part, before)
+
+    after = trainer_of(Module(), Teaches())
+    begun(after).give_back(after, value)
+    callback: Any = after.callbacks[0]  # type: ignore[attr-defined]
+    assert callback.average.value[0] == 4.0
+    assert callback.teacher.weight.item() == 7.0
+
+
+def test_what_lightning_or_a_loader_keeps_is_not_taken_twice() -> None:
+    class Keeps(Callback):
+        def __init__(self, optimizer: Any, dataset: Any) -> None:
+            self.optimizer = optimizer
+            self.dataset = dataset
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"count": 1}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    class Counts(TensorDataset):
+        def state_dict(self) -> dict[str, Any]:
+            return {"place": 3}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+    module = Module()
+    dataset = Counts(torch.zeros(4))
+    trainer = trainer_of(module, Keeps(module.own, dataset))
+    trainer.strategy.optimizers = [module.own]
+    trainer.fit_loop._combined_loader = SimpleNamespace(  # type: ignore[assignment]
+        iterables=DataLoader(dataset)
+    )
+    names = held_by_users(trainer).declared
+    assert set(names) == {
+        "module.averages.0",
+        "module.averages.1.slow",
+        "module.engine.accountant",
+    }
+
+
+def test_an_entry_that_is_no_plain_data_is_left_out_and_told_once(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = Module()
+    trainer = trainer_of(module)
+    module.averages = [OddState()]
+    part = begun(trainer)
+    value = saved(part, trainer)
+    assert value["declared"]["module.averages.0"] == {"count": 2}
+    assert "the state of module.averages.0.graph is not kept" in told(capsys)
+    saved(part, trainer)
+    assert told(capsys) == ""
+
+
+class OddState:
+    """Has a state with an object in it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": 2, "graph": object()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def test_an_attribute_that_training_has_deleted_is_deleted_again() -> None:
+    before = trainer_of(Module())
+    part = begun(before)
+    del before.lightning_module.boost
+    value = saved(part, before)
+    after = trainer_of(Module())
+    again = begun(after)
+    again.give_back(after, value)
+    assert not hasattr(after.lightning_module, "boost")
+    assert saved(again, after)["attributes"] == value["attributes"], "the next resume needs it"
+
+
+class Scaler:
+    """Counts in an object of a package, without a state."""
+
+    __module__ = "scalers.of_somebody"
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.sums = torch.zeros(2)
+
+
+def test_what_changes_in_an_object_of_a_package_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    module = Module()
+    module.helper = SimpleNamespace(scaler=Scaler(), still=Scaler())
+    trainer = trainer_of(module)
+    part = begun(trainer)
+    saved(part, trainer)
+    assert told(capsys) == ""
+    module.helper.scaler.sums += 1
+    saved(part, trainer)
+    text = told(capsys)
+    assert "module.helper.scaler changes in training" in text
+    assert "its class is Scaler" in text
+    assert "still" not in text
+
+
+def test_half_of_a_packages_state_is_not_kept() -> None:
+    class OfPackage(Module):
+        __module__ = "scalers.of_somebody"
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scaler: Any = Scaler()
+
+    module = OfPackage()
+    trainer = trainer_of(module)
+    part = begun(trainer)
+    module.boost = 4.0
+    assert saved(part, trainer)["attributes"] == {"module.boost": 4.0}
+    module.scaler.seen += 1
+    assert saved(part, trainer)["attributes"] == {}, "the scaler cannot be kept"
+
+
+def test_a_module_that_training_makes_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    module = Module()
+    trainer = trainer_of(module)
+    part = begun(trainer)
+    object.__setattr__(module, "teacher", copy.deepcopy(module.net))
+    saved(part, trainer)
+    text = told(capsys)
+    assert "training has made module.teacher" in text
+    assert "on_load_checkpoint" in text
+
+
+class Counting(torch.optim.SGD):
+    """Counts steps and keeps slow weights in attributes."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, 0.1, momentum=0.9)
+        self.count = 0
+        self.slow = [[torch.zeros(2)]]
+        self.inner = torch.optim.SGD(self.param_groups)
+        self.inner.param_groups = self.param_groups
+
+
+def test_what_an_optimizer_keeps_beside_its_state_dict_comes_back() -> None:
+    before = trainer_of(Module())
+    optimizer: Any = Counting([nn.Parameter(torch.ones(2))])
+    before.strategy.optimizers = [optimizer]
+    part = begun(before)
+    optimizer.count = 5
+    optimizer.slow[0][0] += 2
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(2)
+    optimizer.inner.step()
+    value = saved(part, before)
+
+    after = trainer_of(Module())
+    there: Any = Counting([nn.Parameter(torch.ones(2))])
+    after.strategy.optimizers = [there]
+    again = begun(after)
+    # Lightning loads the optimizer's own state, which gives it new groups.
+    there.load_state_dict(optimizer.state_dict())
+    again.give_back(after, value)
+    assert there.count == 5
+    assert there.slow[0][0].tolist() == [2, 2]
+    (state,) = there.inner.state.values()
+    assert state["momentum_buffer"].tolist() == [1, 1]
+    assert there.inner.param_groups is there.param_groups, "a schedule sets the rates of both"
+
+
+def test_undeclared_state_can_be_left_out_and_is_told_then(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = Module()
+    trainer = trainer_of(module, Teaches())
+    part = begun(trainer, undeclared=False)
+    module.boost = 4.0
+    module.averages[0].update(1.0)  # type: ignore[attr-defined]
+    value = saved(part, trainer)
+    assert set(value) == {"declared", "generators"}
+    assert value["declared"]["module.averages.0"]["value"].tolist() == [1, 1]
+    assert "module.boost changes in training, and undeclared=False" in told(capsys)
+
+
+def test_weights_and_optimizers_that_training_changes_are_told_at_the_first_save(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = Module()
+    trainer = trainer_of(module)
+    trainer.strategy.optimizers = [torch.optim.SGD(module.net.parameters(), 0.1)]
+    part = begun(trainer)
+    module.head = nn.Linear(2, 1, bias=False)
+    module.net.weight = nn.Parameter(torch.ones(3, 2))
+    saved(part, trainer)
+    text = told(capsys)
+    assert "head.weight is new, net.weight has gone from (1, 2) to (3, 2)" in text
+    assert "on_load_checkpoint" in text
+    assert "another checkpoint" not in text
+    trainer.optimizers[0].add_param_group({"params": list(module.head.parameters())})
+    saved(part, trainer)
+    text = told(capsys)
+    assert "from SGD (groups of 2 parameters) to SGD (groups of 2, 1 parameters)" in text
+    saved(part, trainer)
+    assert told(capsys) == "", "each is told once"
+
+
+def test_a_communication_hook_with_a_state_is_told() -> None:
+    trainer = trainer_of(Module())
+    assert not what_is_not_exact(trainer, ExactLoading())
+    trainer.strategy._ddp_comm_state = SimpleNamespace(errors=[])  # type: ignore[attr-defined]
+    (line,) = what_is_not_exact(trainer, ExactLoading())
+    assert "communication hook" in line
+
+
+class Killed(Exception):
+    """Ends a run in the middle of an epoch."""
+
+
+class Warm(LRScheduler):
+    """Holds another schedule, and has no state_dict of its own."""
+
+    def __init__(self, optimizer: Any, then: Any) -> None:
+        self.then = then
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [rate / 10 for rate in self.base_lrs]  # type: ignore[list-item]
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch < 3:
+            super().step()
+        else:
+            self.then.step()
+
+
+class Stages(LightningModule):
+    """Has a schedule in a schedule, and loaders that follow its attributes."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.stage = 1
+        self.killed_at = killed_at
+        self.read: list[list[float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.killed_at == self.global_step:
+            raise Killed
+        self.read.append(batch[0].flatten().tolist())
+        return self.net(batch[0]).pow(2).mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.stage += 1
+
+    def train_dataloader(self) -> Any:
+        rows = TensorDataset(torch.arange(4.0 * self.stage)[:, None])
+        return DataLoader(rows, 2, shuffle=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+        warm = Warm(optimizer, CosineAnnealingLR(optimizer, 10))
+        return [optimizer], [{"scheduler": warm, "interval": "step"}]
+
+
+def trained(folder: Path, killed_at: int | None = None) -> Stages:
+    torch.manual_seed(0)
+    module = Stages(killed_at)
+    keep = ExactCheckpoint(folder, every="1")
+    trainer = Trainer(
+        max_epochs=3,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        reload_dataloaders_every_n_epochs=1,
+        callbacks=[keep],
+    )
+    trainer.fit(module, ckpt_path=keep.resume_from)
+    return module
+
+
+@pytest.mark.parametrize("killed_at", [2, 4, 9])
+def test_a_schedule_in_a_schedule_and_loaders_that_follow_attributes_resume_exactly(
+    killed_at: int, tmp_path: Path
+) -> None:
+    undisturbed = trained(tmp_path / "undisturbed")
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", killed_at)
+    resumed = trained(tmp_path / "killed")
+    assert resumed.read == undisturbed.read
+    for mine, theirs in itertools.zip_longest(resumed.parameters(), undisturbed.parameters()):
+        assert torch.equal(mine, theirs)
