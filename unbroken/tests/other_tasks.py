@@ -308,7 +308,10 @@ class LineWithLoaders(Line):
     def train_dataloader(self) -> DataLoader[Any]:
         size = 16 // self.trainer.world_size  # of all ranks together it is the same
         return DataLoader(
-            table(101), size, sampler=WeightedRandomSampler(torch.arange(1.0, 102.0), 101)
+            # The ranks share the rest of six evenly: no sample comes once more.
+            table(102),
+            size,
+            sampler=WeightedRandomSampler(torch.arange(1.0, 103.0), 102),
         )
 
     def val_dataloader(self) -> DataLoader[Any]:

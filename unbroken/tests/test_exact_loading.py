@@ -929,7 +929,7 @@ class CountsSamples(Line):
     [
         pytest.param(
             "false",
-            "OwnBatchSampler shares the training data among the ranks itself",
+            "DistributedSampler shares the training data among the ranks itself",
             marks=pytest.mark.nightly,
         ),
         ("true", "the ranks hold different data in Subset: each trains on all of its own"),

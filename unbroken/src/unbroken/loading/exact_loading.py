@@ -89,7 +89,7 @@ class ExactLoading:
         """From now on the trainer's loaders pass through here."""
         seams.process_loaders(lambda loader: self.exact(loader, trainer))
 
-    def settle_seed(self) -> None:
+    def settle_seed(self) -> int:
         """Draw the seed from torch's generator, as a plain loader does, unless there is one: a
         given one, or that of a checkpoint.
 
@@ -97,15 +97,17 @@ class ExactLoading:
         """
         if self.seed is None:
             self.seed = of_rank_zero(seed_from(torch.default_generator))
+        return self.seed
 
     def exact(self, loader: Any, trainer: Trainer) -> Any:
         """A loader in its exact form, or as it is where there is none."""
-        self.settle_seed()
+        run_seed = self.settle_seed()
         training = trainer.training
         if training:
             self._expect_loaders_of(trainer.current_epoch, trainer)
-        assert self.seed is not None
-        seeds = self._seeds_of_next(loader) if training else Seeds(self.seed, self.seed)
+        seeds = Seeds(run_seed, run_seed)
+        if training:
+            seeds = self._seeds_of_next(loader, run_seed)
         seed = seeds.order
         form = self._form_of(loader, training, trainer.world_size)
         if form is Form.EXACT and trainer.world_size > 1 and not ranks_hold_the_same(loader):
@@ -166,7 +168,7 @@ class ExactLoading:
         if epoch > self.start.epoch or (reloads and starts_with_epoch):
             self.start = Start(max(epoch, self.start.epoch))
 
-    def _seeds_of_next(self, loader: Any) -> Seeds:
+    def _seeds_of_next(self, loader: Any, run_seed: int) -> Seeds:
         """The seeds of the training's next loader: of its own generators, where it has them, else
         of the run's seed, by which loaders side by side differ.
 
@@ -175,9 +177,8 @@ class ExactLoading:
         """
         number = len(self.training)
         if number == len(self.seeds):
-            assert self.seed is not None, "settle_seed comes first"
-            own = hash((self.seed, number)) % 2**32 if number else self.seed
-            mine = seeds_of(loader, own)
+            seed = hash((run_seed, number)) % 2**32 if number else run_seed
+            mine = seeds_of(loader, seed)
             self.seeds.append(Seeds(*of_rank_zero(mine)))
         return self.seeds[number]
 
