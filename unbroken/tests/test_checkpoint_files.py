@@ -534,10 +534,10 @@ def test_a_checkpoint_of_a_run_elsewhere_goes_on_there(copied: Path) -> None:
 def test_a_file_that_cannot_be_read_now_is_not_taken_for_damaged(
     copied: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def denied(*_: object) -> None:
+    def denied(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("zipfile.ZipFile", denied)
+    monkeypatch.setattr("mmap.mmap", denied)
     with pytest.raises(UserError, match="Permission denied"):
         choose(Path("checkpoints"), "r", "auto")
 

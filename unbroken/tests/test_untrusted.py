@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import re
@@ -39,7 +40,7 @@ from unbroken.trust.archive import NoArchive
 from unbroken.trust.places import is_inside, is_place
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger, is_allowed
-from unbroken.trust.torch_file import read_bytes, read_file
+from unbroken.trust.torch_file import read_file
 
 THEIRS = "checkpoints/theirs/best.ckpt"
 CANARY = "canary"
@@ -953,9 +954,21 @@ def test_flipped_bits_are_found_by_whoever_compares_sums(trained: Path) -> None:
     place = whole.index(b"/data/") + 4096
     broken = bytearray(whole)
     broken[place] ^= 1
-    read_bytes(memoryview(bytearray(whole)), check_sums=True)
+    read_file(trained, check_sums=True)
+    Path("broken.ckpt").write_bytes(broken)
+    read_file(Path("broken.ckpt"))
     with pytest.raises(NoArchive, match="checksum of"):
-        read_bytes(memoryview(broken), check_sums=True)
+        read_file(Path("broken.ckpt"), check_sums=True)
+
+
+def test_a_file_system_without_mapped_files_is_read(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacking(*_: object, **__: object) -> None:
+        raise OSError(errno.ENODEV, "No such device")
+
+    monkeypatch.setattr("mmap.mmap", lacking)
+    assert read_file(trained, check_sums=True)["run"]["run_name"] == "r"
 
 
 def test_a_root_with_a_zero_byte_is_not_used(

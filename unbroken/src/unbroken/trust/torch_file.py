@@ -16,6 +16,7 @@ Tensors are not read. They lie on the file's pages, which the system brings in a
 
 from __future__ import annotations
 
+import errno
 import math
 import mmap
 import os
@@ -24,7 +25,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,18 +114,28 @@ def read_file(path: Path, check_sums: bool = False, mapped: bool = True) -> Any:
     with open(path, "rb") as file:
         if os.fstat(file.fileno()).st_size == 0:
             raise NoArchive("it is empty")
-        # Private pages: what is written into a tensor changes no file.
-        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        data = _pages(file)
+        entries = entries_of(data)
+        if check_sums:
+            refuse_wrong_sums(file, entries)
     # Windows replaces no file that is mapped.
-    return read_bytes(memoryview(pages), check_sums, copied=not mapped or os.name == "nt")
+    return Reader(data, entries, copied=not mapped or os.name == "nt").read()
 
 
-def read_bytes(data: memoryview, check_sums: bool = False, copied: bool = False) -> Any:
+def _pages(file: BinaryIO) -> memoryview:
+    try:
+        # Private pages: what is written into a tensor changes no file.
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    except OSError as error:
+        if error.errno != errno.ENODEV:
+            raise
+        # A file system without mapped files
+        return memoryview(bytearray(file.read()))
+
+
+def read_bytes(data: memoryview) -> Any:
     """As :func:`read_file`, of a file that is in memory."""
-    entries = entries_of(data)
-    if check_sums:
-        refuse_wrong_sums(data, entries)
-    return Reader(data, entries, copied).read()
+    return Reader(data, entries_of(data), copied=False).read()
 
 
 class Reader:
