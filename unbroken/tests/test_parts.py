@@ -21,6 +21,8 @@ from unbroken.loading import ExactLoading
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.parts import all_parts
 from unbroken.parts.generators import OwnGenerators, RandomGenerators
+from unbroken.parts.held import held_by_users as held
+from unbroken.parts.held import is_object
 from unbroken.parts.hyperparameters import StartingHyperparameters, apply_changes, with_changes
 from unbroken.parts.loaders import LoaderPositions
 from unbroken.parts.loops import EarlyStop, ValidatedBatches, clean_counters
@@ -32,8 +34,6 @@ from unbroken.parts.module import (
     PlainBuffers,
     UntrackedStatistics,
 )
-from unbroken.parts.held import held_by_users as held
-from unbroken.parts.held import is_object
 from unbroken.parts.rows import MetricRows
 from unbroken.parts.undeclared.attributes import PlainAttributes
 from unbroken.parts.undeclared.modules import HiddenModules
@@ -41,7 +41,6 @@ from unbroken.parts.undeclared.not_kept import NotKept
 from unbroken.parts.users_objects import UsersObjects
 from unbroken.storage.checkpoint_files import RUN_KEY, made_plain, make_room_for_buffers
 from unbroken.tensors.same_values import is_same
-
 
 CPU = torch.device("cpu")
 
@@ -593,7 +592,9 @@ def changed(module: Any) -> NotKept:
 def test_what_changes_and_cannot_be_held_is_told_once() -> None:
     module = CannotBeHeld()
     not_kept = changed(module)
-    told = [line.partition(": ")[2].partition(" ")[0] for line in not_kept.lines(held(module.trainer))]
+    told = [
+        line.partition(": ")[2].partition(" ")[0] for line in not_kept.lines(held(module.trainer))
+    ]
     assert told == ["module.turns", "module.names", "module.samples"]
     assert not_kept.lines(held(module.trainer)) == []
 

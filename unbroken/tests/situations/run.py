@@ -28,9 +28,9 @@ from torch.utils._pytree import tree_leaves
 import tests.situations
 from tests.situations.situation import SITUATIONS, Situation
 from unbroken import ExactCheckpoint
+from unbroken.parts.generators import random_state
 from unbroken.parts.held import held_by_users
 from unbroken.parts.plain_values import copied
-from unbroken.parts.generators import random_state
 from unbroken.parts.rows import MetricRows
 
 

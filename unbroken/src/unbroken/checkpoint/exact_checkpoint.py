@@ -56,8 +56,8 @@ from unbroken.parts.loaders import LoaderPositions
 from unbroken.parts.loops import Place, clean_counters
 from unbroken.parts.module import PlainBuffers, Switches, give_plain_buffers
 from unbroken.parts.part import Part
-from unbroken.parts.users_objects import UsersObjects
 from unbroken.parts.users_callbacks import NOT_THE_USERS, users_callbacks
+from unbroken.parts.users_objects import UsersObjects
 from unbroken.run_folder import RunFolder, last_owner, read_run_id, refuse_checkpoints_of_others
 from unbroken.seams import Seams
 from unbroken.stopping import signals

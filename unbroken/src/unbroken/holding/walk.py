@@ -81,7 +81,8 @@ def held_by(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, each with a name: entries of a list or dictionary, else attributes."""
     if isinstance(value, dict):
         if len(value) <= LONGEST:
-            yield from ((label(key, place), each) for place, (key, each) in enumerate(value.items()))
+            for place, (key, each) in enumerate(value.items()):
+                yield label(key, place), each
     elif isinstance(value, ROWS):
         if len(value) <= LONGEST:
             yield from ((str(place), each) for place, each in enumerate(value))
