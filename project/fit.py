@@ -16,10 +16,6 @@ prepare_process(__name__)  # threads and signals, before torch is imported
 
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
-
-from project.callbacks import always_on
-from project.data import MNISTDataModule
-from project.model import MNISTClassifier
 from unbroken.monitors import (
     LogLastStep,
     MemoryMonitor,
@@ -31,6 +27,11 @@ from unbroken.monitors import (
 )
 from unbroken.report import Report
 from unbroken.run import Job, Run, RunTimer, WrongNumbers
+
+from project.callbacks import always_on
+from project.data import MNISTDataModule
+from project.model import MNISTClassifier
+from project.moved import MOVED
 
 
 def callbacks(run: Run) -> list[Callback | None]:
@@ -64,6 +65,7 @@ job = Job(
     callbacks=callbacks,
     loggers=loggers,
     wandb_project="mnist-lightning",
+    moved=MOVED,
 )
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import BaseFinetuning
+from unbroken.data import Split, TensorImages
 
 from project.data import MNISTDataModule
 from project.model import MNISTClassifier
-from unbroken.data import Split, TensorImages
 
 
 class OddDigits(MNISTDataModule):
@@ -19,8 +19,8 @@ class OddDigits(MNISTDataModule):
 
     class_names = ["even", "odd"]
 
-    def make_split(self, split: Split) -> Any:
-        samples: Any = super().make_split(split)
+    def read(self, split: Split) -> TensorImages:
+        samples = super().read(split)
         return TensorImages(samples.images, samples.labels % 2)
 
 

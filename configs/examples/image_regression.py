@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 from unbroken.data import BatchedDataModule, Split, TensorImages
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from torchvision.datasets import FakeData, ImageFolder
 from torchvision.transforms import RandomHorizontalFlip
-
 from unbroken.data import BatchedDataModule, Split
 from unbroken.errors import UserError
 

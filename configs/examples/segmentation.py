@@ -4,7 +4,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
 from unbroken.data import BatchedDataModule, Split, TensorImages
 
 

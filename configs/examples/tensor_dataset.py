@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
-
 from unbroken.data import BatchedDataModule, Split, TensorImages
 
 

@@ -1,34 +1,32 @@
-"""MNIST: the full set if it is available, else the real digits that ship inside the package."""
+"""MNIST: the full set where it can be had, else the real digits that lie beside this file."""
 
-import contextlib
-import io
-import shutil
-import socket
-import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import Tensor
-from torch.utils.data import Dataset
-
-from unbroken.data import BatchedDataModule, Split, TensorImages, find_idx, read_idx
+import numpy as np
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from unbroken import data
 from unbroken.errors import UserError, require
 
-DIGITS = Path(__file__).parent / "bundled"
+Batch = tuple[Tensor, Tensor]  # images (batch, 1, 28, 28), uint8 or float in 0-1; labels (batch,)
+
 DEFAULT_ROOT = "data"
+BUNDLED = Path(__file__).parent / "bundled"
+SPLITS: dict[str, list[data.Split]] = {
+    # A damaged test file is an error before the training, not at its end.
+    "fit": ["train", "val", "test"],
+    "validate": ["val"],
+    "test": ["test"],
+}
+# The share of the training images that is validation. Of the full set it is 5,000.
+VAL_SHARE = {"mnist": 1 / 12, "sample": 1 / 10}
 
-# Seconds that a download may take to connect, and for each read.
-DOWNLOAD_TIMEOUT = 10
 
-# The share of the training set that is validation. Of the full set it is 5,000 images, of the
-# sample 1,000.
-VAL_SHARE = 1 / 12
-VAL_SHARE_OF_SAMPLE = 1 / 10
-
-
-class MNISTDataModule(BatchedDataModule):
+class MNISTDataModule(LightningDataModule):
     """MNIST as uint8 tensors in memory: 55,000 training, 5,000 validation, 10,000 test images of 28
     × 28.
 
@@ -41,136 +39,115 @@ class MNISTDataModule(BatchedDataModule):
         source: ``mnist``: the files in ``root``, else a download into it, else an error.
             ``sample``: the bundled digits. ``auto``: ``mnist`` if it is there, else ``sample`` with
             a warning; an error if ``root`` is another.
-        batch_size: See :class:`SplitDataModule`.
-        shift_pixels: See :class:`BatchedDataModule`.
-        kwargs: Those of :class:`BatchedDataModule`.
+        batch_size: Training samples per batch and device.
+        eval_batch_size: Validation and test samples per batch and device. It changes speed and
+            memory, never a metric.
+        shift_pixels: Augmentation: random shift per axis within ± this many pixels; a whole number
+            alone: whole ones. All five at 0: no augmentation.
+        rotate_degrees: Augmentation: random rotation within ± this angle.
+        scale_fraction: Augmentation: random scaling per axis by 1 ± this fraction.
+        shear_degrees: Augmentation: random shear within ± this angle.
+        elastic_pixels: Augmentation: random bending, by this standard deviation per point of a
+            coarse lattice.
+        transforms: Augmentation: transforms of ``torchvision.transforms.v2``, applied in order to
+            the training images. ``MixUp`` and ``CutMix`` get the batch with its labels, every other
+            one an image at a time, which takes longer than the augmentations above.
+        num_workers: Loader processes per device. Default: none, because the data are in memory.
+        on_device: Keep the data on the device, and make batches there: the same order, the same
+            results, no copy in a step. ``auto``: on CUDA, a split of at most a tenth of its memory.
+        pin_memory: Page-locked batches, for copies that overlap with computing. Default: with a
+            CUDA device only.
+        prefetch_factor: Batches each worker prepares ahead, at most 1000.
+        train_samples: Keep the first N training samples (default: all).
+        val_samples: Keep the first N validation samples (default: all).
+        test_samples: Keep the first N test samples (default: all).
     """
 
-    mean = [0.1307]
+    files = data.IdxSet(
+        "MNIST/raw",
+        [  # SHA-256 of what torchvision fetches, decompressed
+            "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+            "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+            "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+            "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+        ],
+    )
+    mean = [0.1307]  # of pixels in 0-1
     std = [0.3081]
-    folder = "MNIST/raw"
-    # File → SHA-256 of its decompressed bytes, computed from the files that torchvision fetches.
-    # None: the file is not compared.
-    files: dict[str, str | None] = {
-        "train-images-idx3-ubyte": (
-            "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db"
-        ),
-        "train-labels-idx1-ubyte": (
-            "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5"
-        ),
-        "t10k-images-idx3-ubyte": (
-            "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7"
-        ),
-        "t10k-labels-idx1-ubyte": (
-            "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2"
-        ),
-    }
-    torchvision_dataset = "MNIST"  # the class in torchvision.datasets that can fetch the files
-    sample_folder: Path | None = DIGITS if DIGITS.is_dir() else None  # a bare clone has none
-    may_download = True  # else only into the default root
+    image_shape = (1, 28, 28)
+    class_names = [str(digit) for digit in range(10)]
+    label_name = "digit"  # the column of predict
+    may_download = True  # the library says no where a checkpoint alone names the root
+    # Lightning's name: a rank may have no sample of a tiny set.
+    allow_zero_length_dataloader_with_multiple_devices = True
 
     def __init__(
         self,
         root: str = DEFAULT_ROOT,
         source: Literal["auto", "mnist", "sample"] = "auto",
         batch_size: int = 192,
+        eval_batch_size: int = 1000,
         shift_pixels: float = 1.0,
-        **kwargs: Any,
+        rotate_degrees: float = 0.0,
+        scale_fraction: float = 0.0,
+        shear_degrees: float = 0.0,
+        elastic_pixels: float = 0.0,
+        transforms: list[nn.Module] | None = None,
+        num_workers: int | None = None,
+        on_device: bool | Literal["auto"] = "auto",
+        pin_memory: bool | None = None,
+        prefetch_factor: int = 2,
+        train_samples: int | None = None,
+        val_samples: int | None = None,
+        test_samples: int | None = None,
     ) -> None:
-        super().__init__(batch_size=batch_size, shift_pixels=shift_pixels, **kwargs)
-        if source == "sample" and self.sample_folder is None:
-            got = f"{source}: {type(self).__name__} ships no files"
-            require(False, "--data.source", "be auto or mnist", got)
-        # A checkpoint may hold a text that no system takes for a path.
-        require("\0" not in str(root), "--data.root", "be a folder's name", repr(root))
+        super().__init__()
+        sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size}
+        samples = {"train": train_samples, "val": val_samples, "test": test_samples}
+        sizes_of_splits = {f"{split}_samples": count for split, count in samples.items()}
+        data.check_loading({**sizes, **sizes_of_splits}, prefetch_factor, num_workers, on_device)
         self.root = root
         self.source = source
-        # "auto" until it is known what there is; then "mnist" or "sample".
-        self.data_source: str = source
+        self.data_source: str = source  # once it is known: mnist or sample
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.samples = samples
+        self.augmentation = {
+            "shift_pixels": shift_pixels,
+            "rotate_degrees": rotate_degrees,
+            "scale_fraction": scale_fraction,
+            "shear_degrees": shear_degrees,
+            "elastic_pixels": elastic_pixels,
+        }
+        self.transforms = transforms or []
+        self.loading = {
+            "num_workers": num_workers,
+            "on_device": on_device,
+            "pin_memory": pin_memory,
+            "prefetch_factor": prefetch_factor,
+        }
+        self.splits: dict[str, data.TensorImages] = {}
+        self.bytes_on_device: dict[str, int] = {}  # by split, for the memory monitor
 
-    # What Lightning calls
+    # Where the digits come from
 
     def prepare_data(self) -> None:
         """Download the full set if it is wanted and missing (once per machine)."""
-        if self.data_source == "sample" or not self.missing():
+        if self.data_source == "sample" or not self.files.missing(self.root):
             return
-        if not self.may_download and self.root != DEFAULT_ROOT:
+        if self.may_download or self.root == DEFAULT_ROOT:
+            problem = self.files.download(self.root, self.fetch)
+        else:
             there = f"type --data.root {self.root} to download there"
-            self.do_without(f", and a checkpoint alone names it: {there}")
-        try:
-            self._download()
-        except Exception as error:
-            reason = " ".join(str(error).split())
-            self.do_without(f" and the download failed ({reason})")
+            problem = f", and a checkpoint alone names it: {there}"
+        if problem:
+            self.do_without(problem)
 
-    def setup(self, stage: str) -> None:
-        self.settle_source()
-        super().setup(stage)
-        if stage == "fit" and self.data_source == "mnist":
-            # A damaged test file is an error before the training, not at its end.
-            self.make_split("test")
-        must = "be at most the set's 60,000 images"
-        require(self.batch_size <= 60_000, "--data.batch_size", must, self.batch_size)
-        self.check_that_ranks_agree()
+    def fetch(self, folder: str) -> None:
+        """Torchvision's download."""
+        from torchvision import datasets  # here, because it takes long to import
 
-    def make_split(self, split: Split) -> Dataset[Any]:
-        """The images and labels of a split, from the full set or from the bundled digits."""
-        part = "t10k" if split == "test" else "train"
-        if self.data_source == "sample" and self.sample_folder is not None:
-            dataset = read_part(self.sample_folder, part, digests={})
-            share = VAL_SHARE_OF_SAMPLE
-        else:
-            dataset = read_part(self.raw_folder(), part, digests=self.files)
-            share = VAL_SHARE
-        if split == "test":
-            return dataset
-        return self.hold_out(dataset, split, share)
-
-    # Where the files are
-
-    def raw_folder(self) -> Path:
-        """The folder of the files: below ``root``, or where ``root`` is that folder itself or the
-        one above it.
-        """
-        root = Path(self.root).resolve()
-        for above in (root, *root.parents[:2]):
-            place = above / self.folder
-            if place.is_relative_to(root) and any(find_idx(place, name) for name in self.files):
-                return place
-        return Path(self.root) / self.folder
-
-    def missing(self) -> list[str]:
-        """Names of the set's files that are not there."""
-        folder = self.raw_folder()
-        return [name for name in self.files if find_idx(folder, name) is None]
-
-    def state_of_files(self) -> dict[str, Any]:
-        """Whether the full set is there: ``found``, its ``folder``, and a ``text`` of one line."""
-        folder = self.raw_folder()
-        missing = self.missing()
-        if not missing:
-            text = f"found in {folder}"
-        elif len(missing) < len(self.files):
-            text = f"incomplete in {folder}: {', '.join(missing)} missing"
-        else:
-            text = f"not in {folder}: fit downloads it, or uses the bundled digits"
-        return {"found": not missing, "folder": str(folder), "text": text}
-
-    # Which source is used
-
-    def stay_with(self, data_source: str | None) -> None:
-        """Where the source is ``auto``: what it found then, whatever it would find now."""
-        if self.source == "auto" and data_source:
-            self.data_source = data_source
-
-    def settle_source(self) -> None:
-        """Know whether the full set or the bundled digits are used; an error if neither can be."""
-        if self.data_source == "sample":
-            return
-        if self.missing():
-            self.do_without()
-        elif self.data_source == "auto":
-            self.data_source = "mnist"
+        datasets.MNIST(folder, download=True)
 
     def do_without(self, reason: str = "") -> None:
         """Take the bundled digits for missing files, and warn of it.
@@ -179,91 +156,92 @@ class MNISTDataModule(BatchedDataModule):
             UserError: More was asked for: the full set itself, or a folder, whose name may be
                 wrong.
         """
-        folder = self.raw_folder()
-        is_default = self.data_source == "auto" and self.root == DEFAULT_ROOT
-        if is_default and self.sample_folder is not None:
+        folder = self.files.folder(self.root)
+        if self.data_source == "auto" and self.root == DEFAULT_ROOT:
             self.data_source = "sample"
             used = "this run uses the 10,000 + 2,000 digits that ship inside the package"
             fix = "For the full set name its folder with --data.root."
             quiet = "To choose these digits without this warning: --data.source sample."
-            warnings.warn(
-                f"Full MNIST was not found in {folder}{reason}: {used}. {fix} {quiet}",
-                stacklevel=2,
-            )
+            what = f"Full MNIST was not found in {folder}{reason}: {used}. {fix} {quiet}"
+            warnings.warn(what, stacklevel=2)
             return
-        lacks = f"{folder} lacks {', '.join(self.missing())}{reason}"
+        lacks = f"{folder} lacks {', '.join(self.files.missing(self.root))}{reason}"
         fix = "Put the files there (plain or .gz) or name another --data.root"
-        if self.sample_folder is not None:
-            fix += ", or use --data.source sample for the bundled digits"
-        raise UserError(f"--data.root {self.root}: {lacks}. {fix}.") from None
+        sample = "use --data.source sample for the bundled digits"
+        raise UserError(f"--data.root {self.root}: {lacks}. {fix}, or {sample}.")
 
-    def check_that_ranks_agree(self) -> None:
-        """A UserError if ranks found different data: they would train on two sets."""
-        if self.trainer is None:
-            return
-        strategy = self.trainer.strategy
-        first = strategy.broadcast(self.data_source)
-        if strategy.reduce_boolean_decision(first == self.data_source):
-            return
-        found = f"found different data on different ranks (rank 0: {first})"
-        fix = "Give all machines the files, or name the source: --data.source mnist or sample."
-        raise UserError(f"--data.source auto {found}. {fix}")
+    def stay_with(self, data_source: str | None) -> None:
+        """Where the source is ``auto``: what a run found at its start, also when it is resumed."""
+        if self.source == "auto" and data_source:
+            self.data_source = data_source
 
-    def _download(self) -> None:
-        """Torchvision's download, with bounded time-outs, into a folder of its own: no half file in
-        the root.
+    def state_of_files(self) -> dict[str, Any]:
+        """Whether the full set is there, for the command ``devices``."""
+        return self.files.state(self.root, ": fit downloads it, or uses the bundled digits")
+
+    # How they become batches
+
+    def setup(self, stage: str) -> None:
+        if self.data_source != "sample":
+            if self.files.missing(self.root):
+                self.do_without()
+            else:
+                self.data_source = "mnist"
+        # Ranks with different data would train on two sets.
+        if not data.is_same_on_all_ranks(self.data_source, self.trainer):
+            found = f"found different data on different ranks (here: {self.data_source})"
+            fix = "Give all machines the files, or name the source: --data.source mnist or sample."
+            raise UserError(f"--data.source auto {found}. {fix}")
+        must = "be at most the set's 60,000 images"
+        require(self.batch_size <= 60_000, "--data.batch_size", must, self.batch_size)
+        for split in SPLITS.get(stage, []):
+            if split not in self.splits:
+                self.splits[split] = data.first_samples(self.read(split), self.samples[split])
+
+    def read(self, split: data.Split) -> data.TensorImages:
+        """The images and labels of a split, from the full set or from the bundled digits."""
+        part = "t10k" if split == "test" else "train"
+        if self.data_source == "sample":
+            images = data.read_part(BUNDLED, part)
+        else:
+            images = self.files.read(self.root, part)
+        if split == "test":
+            return images
+        return data.hold_out(images, split, VAL_SHARE[self.data_source])
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        # A set smaller than a batch is one batch; it would be dropped otherwise.
+        batch_size = min(self.batch_size, len(self.splits["train"]))
+        return self.loader("train", batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        return self.loader("val", self.eval_batch_size)
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        return self.loader("test", self.eval_batch_size)
+
+    def loader(self, split: data.Split, batch_size: int, **order: bool) -> DataLoader[Batch]:
+        """Batches of a split, each gathered in one call, on the device where that pays."""
+        options: dict[str, Any] = {**self.loading, **order}
+        loader = data.make_loader(self.splits[split], batch_size, self.trainer, **options)
+        self.bytes_on_device[split] = data.bytes_on_device(loader)
+        return loader
+
+    def transfer_batch_to_device(
+        self, batch: Batch, device: torch.device, dataloader_idx: int
+    ) -> Batch:
+        return data.copy_to(device, batch)  # faster than Lightning's search for tensors
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """Augment training images on their device; the module standardizes them."""
+        images, labels = batch
+        if self.trainer is None or not self.trainer.training:
+            return images, labels
+        images = data.random_changes(images, **self.augmentation)
+        return data.transformed(images, labels, self.transforms)
+
+    def prepare_image(self, pixels: np.ndarray) -> tuple[np.ndarray, str]:
+        """For ``predict``: the digit of a picture (height, width, 3) as MNIST shows it, uint8
+        (1, 28, 28), and a note where there are several.
         """
-        from torchvision import datasets
-
-        dataset_class = getattr(datasets, self.torchvision_dataset)
-        beside = nearest_folder(Path(self.root).absolute())
-        with (
-            socket_timeout(DOWNLOAD_TIMEOUT),
-            tempfile.TemporaryDirectory(dir=beside, prefix=".download-") as scratch,
-        ):
-            with contextlib.redirect_stdout(io.StringIO()):
-                dataset_class(scratch, download=True)
-            fetched = Path(scratch) / self.folder
-            raw = self.raw_folder()
-            raw.mkdir(parents=True, exist_ok=True)
-            # What is there already stays.
-            for name in self.missing():
-                shutil.move(fetched / name, raw / name)
-
-
-def read_part(folder: Path, part: str, digests: dict[str, str | None]) -> TensorImages:
-    """The images and labels of a folder's training ("train") or test files ("t10k"), checked by
-    their digests.
-    """
-
-    def read(name: str) -> Tensor:
-        # Where there is no such file, the error names the plain one.
-        path = find_idx(folder, name) or folder / name
-        return read_idx(path, digests.get(name))
-
-    images = read(f"{part}-images-idx3-ubyte")
-    labels = read(f"{part}-labels-idx1-ubyte")
-    if len(images) != len(labels):
-        raise UserError(f"{folder}: {len(images)} {part} images but {len(labels)} labels.")
-    return TensorImages(images, labels)
-
-
-def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the closest one above it that exists.
-
-    A failed download then leaves no folder behind.
-    """
-    while not path.is_dir():
-        path = path.parent
-    return path
-
-
-@contextlib.contextmanager
-def socket_timeout(seconds: float) -> Iterator[None]:
-    """Inside, new connections wait at most so long to be made, and for each read."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
+        return data.find_figure(pixels, "digit")

@@ -23,9 +23,8 @@ import pytest
 import torch
 from filelock import FileLock
 from lightning.pytorch import Callback
-from torch.distributed import TCPStore
-
 from tests.fork_server import Forked, can_fork
+from torch.distributed import TCPStore
 from unbroken.results.facts import Summary
 from unbroken.run import Job
 

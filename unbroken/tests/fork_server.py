@@ -279,7 +279,6 @@ def become(words: list[str], cwd: str, env: dict[str, str]) -> None:
         env: Its environment.
     """
     import torch
-
     from unbroken.machine import threads
 
     option, module = words[1:3]

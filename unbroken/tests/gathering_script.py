@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
+from tests.plain_module import rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.utilities.distributed import gather_all_tensors
-
-from tests.plain_module import rows
 from unbroken import ExactCheckpoint
 
 BATCH_SIZE = 8

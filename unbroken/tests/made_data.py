@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from torch import Tensor
-
 from tests.make_digits import write_idx
+from torch import Tensor
 
 
 def spots(

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from numerals.data.mnist import DIGITS, MNISTDataModule
+from torch import Tensor
 from unbroken.data.idx_files import IMAGES_MAGIC, LABELS_MAGIC, find_idx, read_idx
 
 

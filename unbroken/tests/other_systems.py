@@ -21,9 +21,8 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-import yaml
-
 import numerals
+import yaml
 
 OURS = f"{Path(numerals.__file__).parent}{os.sep}"
 # Frames of Python's own library pass a call on: Path.symlink_to calls os.symlink.

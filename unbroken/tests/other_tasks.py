@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.utilities import CombinedLoader
+from numerals.data import MNISTDataModule
+from numerals.model import MNISTClassifier
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -26,8 +28,6 @@ from torch.utils.data import (
 from torchmetrics import MeanAbsoluteError, SpearmanCorrCoef
 
 from configs.examples.autoencoder import LitAutoEncoder, Waves
-from numerals.data import MNISTDataModule
-from numerals.model import MNISTClassifier
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):

@@ -6,7 +6,6 @@ import sys
 
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
-
 from tests.plain_module import Regression
 from unbroken import ExactCheckpoint
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from PIL import Image, ImageDraw
-
 from numerals.fit import job as fit
+from PIL import Image, ImageDraw
 from tests.commands import assert_same_run, complete, rows, run_ranks, summary
 from unbroken.cli.read_checkpoint import load
 from unbroken.commands import test as test_command

@@ -16,9 +16,8 @@ import torch
 def main() -> None:
     from lightning.pytorch.plugins import FSDPPrecision
     from lightning.pytorch.strategies import StrategyRegistry
-    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
-
     from numerals.fit import job as fit
+    from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
     from unbroken.checkpoint import sharding
     from unbroken.cli import start as command
 

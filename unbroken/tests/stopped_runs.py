@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback, Trainer
-
 from numerals.fit import job as fit
 from tests.commands import add_callbacks
 from unbroken.cli import start as entry

@@ -14,7 +14,6 @@ import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-
 from numerals.fit import job as fit
 from tests.commands import add_callbacks, assert_same_run, checkpoint, rows, run_ranks, summary
 from tests.odd_modules import Untested

@@ -15,11 +15,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.callbacks import EMAWeightAveraging
-from PIL import Image
-from torch.utils.data import DataLoader, TensorDataset
-
 from numerals.fit import job as fit
 from numerals.model import ConvNet
+from PIL import Image
+from torch.utils.data import DataLoader, TensorDataset
 from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.cli.cli import configure
 from unbroken.cli.start import exit_code

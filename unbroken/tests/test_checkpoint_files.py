@@ -18,7 +18,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-
 from numerals.fit import job as fit
 from tests.commands import (
     SMALL,

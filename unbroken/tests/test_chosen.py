@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-
 from numerals.fit import job as fit
 from tests.commands import CPU2, TINY, assert_same_run, checkpoint, command, complete, run_ranks
 from tests.plain_module import Regression

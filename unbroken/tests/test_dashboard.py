@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 from unbroken.cli import start as entry
 from unbroken.commands import dashboard

@@ -6,23 +6,24 @@ from __future__ import annotations
 
 import itertools
 import math
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from numerals.data import MNISTDataModule
+from numerals.data.mnist import DIGITS
 from PIL import Image
+from tests.made_data import make_idx_files
+from tests.make_digits import stratified, write_idx
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
-
-from numerals.data import MNISTDataModule
-from numerals.data.mnist import DIGITS
-from tests.made_data import make_idx_files
-from tests.make_digits import stratified, write_idx
-from unbroken.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
+from unbroken.data import BatchedDataModule, IdxSet, SplitDataModule, TensorImages, TensorRows
 from unbroken.data.augmentation import random_deformation
+from unbroken.data.base import belongs_on
 from unbroken.data.idx_files import read_idx
 from unbroken.errors import UserError
 from unbroken.loading import ExactLoader
@@ -121,30 +122,6 @@ def test_the_root_may_be_named_as_the_folder_of_the_files_or_the_one_above(
     module.prepare_data()
     module.setup("fit")
     assert (module.data_source, len(module.splits["train"])) == ("mnist", 22)
-
-
-def test_a_download_brings_what_is_missing_and_replaces_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torchvision import datasets
-
-    class Made(MNISTDataModule):
-        folder = "Made/raw"
-        files = dict.fromkeys(MNISTDataModule.files)
-
-    def download(place: str, download: bool) -> None:
-        raw = Path(place) / "Made/raw"
-        raw.mkdir(parents=True)
-        for name in Made.files:
-            (raw / name).write_bytes(b"of the download")
-
-    monkeypatch.setattr(datasets, "MNIST", download)
-    mine = tmp_path / "Made/raw/t10k-labels-idx1-ubyte"
-    mine.parent.mkdir(parents=True)
-    mine.write_bytes(b"x")
-    Made(root=str(tmp_path), source="mnist").prepare_data()
-    assert mine.read_bytes() == b"x"
-    assert {path.name for path in mine.parent.iterdir()} == {*Made.files}
 
 
 @pytest.mark.parametrize("source", ["auto", "mnist"])
@@ -337,16 +314,16 @@ def test_data_live_on_a_cuda_device_where_they_take_little_of_it(
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory)
     )
-    module = Fixed(TensorRows(torch.arange(6)), on_device=asked, num_workers=workers)
-    assert module.belongs_on(torch.device(device), module.dataset) is expected
+    rows = TensorRows(torch.arange(6))
+    assert belongs_on(torch.device(device), rows, asked, workers) is expected
 
 
 def test_data_that_cannot_live_on_the_device_are_an_error_only_where_it_was_asked_for() -> None:
-    assert not Fixed(Pairs()).belongs_on(torch.device("cuda"), Pairs())
+    assert not belongs_on(torch.device("cuda"), Pairs(), "auto", None)
     with pytest.raises(
         UserError, match=r"^--data.on_device true needs data in memory .* got Pairs.$"
     ):
-        Fixed(Pairs(), on_device=True).belongs_on(torch.device("cuda"), Pairs())
+        belongs_on(torch.device("cuda"), Pairs(), True, None)
     with pytest.raises(
         UserError, match=r"^--data.num_workers must be 0 with --data.on_device true, got 2.$"
     ):
@@ -569,3 +546,57 @@ def test_elastic_distortion_moves_points_by_the_pixels_that_were_asked_for() -> 
     assert float(moved.std()) == pytest.approx(0.5, rel=0.1)
     assert float((bent - ramp)[:, :, 9, 9].mean()) == pytest.approx(0, abs=0.07)
     assert not torch.allclose(bent[0], bent[1], atol=0.1)
+
+
+# Sets of IDX files, and downloads.
+
+
+def test_a_set_is_read_checked_and_described(tmp_path: Path) -> None:
+    files = IdxSet("Made/raw")
+    assert files.state(tmp_path, ", alas") == {
+        "found": False,
+        "folder": str(tmp_path / "Made/raw"),
+        "text": f"not in {tmp_path / 'Made/raw'}, alas",
+    }
+    make_idx_files(tmp_path / "Made" / "raw", train=24, test=10)
+    assert files.state(tmp_path / "Made")["text"] == f"found in {tmp_path / 'Made/raw'}"
+    assert len(files.read(tmp_path, "train")) == 24
+    with pytest.raises(UserError, match=r"train-images-idx3-ubyte is damaged: SHA-256 must be 0, "):
+        IdxSet("Made/raw", list("0123")).read(tmp_path, "train")
+    (tmp_path / "Made/raw/t10k-images-idx3-ubyte").unlink()
+    assert files.missing(tmp_path) == ["t10k-images-idx3-ubyte"]
+    assert "incomplete" in files.state(tmp_path)["text"]
+    with pytest.raises(UserError, match=r"^--data.root must be a folder's name, got 'a\\x00b'\.$"):
+        files.missing("a\0b")
+
+
+def test_a_download_brings_what_is_missing_and_replaces_nothing(tmp_path: Path) -> None:
+    files = IdxSet("Made/raw")
+    mine = tmp_path / "Made/raw/t10k-labels-idx1-ubyte"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"mine")
+
+    def fetch(root: str) -> None:
+        print("a progress bar")
+        raw = Path(root) / "Made/raw"
+        raw.mkdir(parents=True)
+        for name in files.names:
+            (raw / name).write_bytes(b"theirs")
+
+    assert files.download(tmp_path, fetch) == ""
+    assert mine.read_bytes() == b"mine"
+    assert {path.name for path in mine.parent.iterdir()} == set(files.names)
+
+
+def test_a_download_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    files = IdxSet("Made/raw")
+    before = socket.getdefaulttimeout()
+
+    def fetch(root: str) -> None:
+        (Path(root) / "half").write_bytes(b"half")
+        raise OSError(f"no\nnetwork within {socket.getdefaulttimeout()} s")
+
+    problem = files.download(tmp_path / "deep" / "below", fetch)
+    assert problem == " and the download failed (no network within 10.0 s)"
+    assert list(tmp_path.iterdir()) == []
+    assert socket.getdefaulttimeout() == before

@@ -12,7 +12,6 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
-
 from numerals.fit import job as fit
 from numerals.model import MNISTClassifier
 from tests.commands import (

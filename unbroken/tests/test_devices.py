@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
 from tests.commands import complete, run

@@ -18,7 +18,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-
 from tests.commands import (
     SMALL,
     Process,

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from numerals.fit import job as fit
 from tests.commands import SMALL, checkpoint, finished_run, summary
 from unbroken.cli import start as entry

@@ -24,11 +24,10 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
-
 from tests.commands import checkpoint, differences, kill_group, start, wait_for
 from tests.plain_module import Regression, rows
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from unbroken import ExactCheckpoint, Part, Stopped
 from unbroken.checkpoint import exact_checkpoint
 from unbroken.errors import UserError

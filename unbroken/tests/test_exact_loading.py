@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
+from tests.commands import complete, rows, run_ranks
+from tests.other_tasks import ByEpoch, Line, LoaderWithState, table
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -41,9 +43,6 @@ from torch.utils.data import (
     random_split,
 )
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
-
-from tests.commands import complete, rows, run_ranks
-from tests.other_tasks import ByEpoch, Line, LoaderWithState, table
 from unbroken import ExactCheckpoint
 from unbroken.errors import UserError
 from unbroken.loading import ExactBatches, ExactLoader, ExactLoading, Start, exact_loading

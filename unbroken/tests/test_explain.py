@@ -7,10 +7,9 @@ from typing import Any, Literal
 
 import pytest
 from lightning.pytorch import Callback
-from torch.distributed.run import parse_args
-
 from numerals.fit import job as fit
 from tests.typed_settings import Typed
+from torch.distributed.run import parse_args
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure
 from unbroken.cli.explain import explain, with_choices

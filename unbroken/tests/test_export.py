@@ -15,15 +15,14 @@ import onnxruntime
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
 from numerals.model import MLP, ConvNet, MNISTClassifier
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tests.trained import trained_checkpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
 from unbroken.commands.export import command as export
@@ -738,8 +737,8 @@ def test_packages_that_are_allowed_are_told_to_whoever_loads_the_checkpoint(
         "--data.source",
         "sample",
     ]
-    with pytest.raises(UserError, match=r"^--allow_imports=theirs,mine --data.source=sample$"):
-        export.main("numerals", [*flags, "--allow_imports", "theirs,mine"])
+    with pytest.raises(UserError, match=r"^--trust_checkpoint=true --data.source=sample$"):
+        export.main("numerals", [*flags, "--trust_checkpoint", "true"])
 
 
 def test_a_pixel_in_0_to_1_is_what_a_byte_was_in_training(loaded: Loaded) -> None:

@@ -25,7 +25,6 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
-
 from numerals import callbacks
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
@@ -301,7 +300,7 @@ def test_a_checkpoint_that_is_only_used_compiles_and_downloads_nothing(
     network = {"class_path": "tests.other_tasks.Pretrained", "init_args": {"weights": "DEFAULT"}}
     contents["run"]["config"]["model"]["init_args"] |= {"compile": True, "network": network}
     torch.save(contents, tmp_path / "best.ckpt")
-    loaded = load(fit, tmp_path / "best.ckpt", ["--allow_imports", "tests"])
+    loaded = load(fit, tmp_path / "best.ckpt", ["--trust_checkpoint", "true"])
     assert type(loaded.module.network).__name__ == "Pretrained"
     assert loaded.config.resolved["model"]["init_args"]["compile"] is False
 

@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image
-
-from tests import fuzzed
 from tests.commands import TINY as TINY_RUN
 from tests.commands import checkpoint, made_once, run
 from tests.fuzzed import MODULES, Input, entries, replacements
 from unbroken.tables import flat
+
+from tests import fuzzed
 
 COUNTS = {"flags": 1100, "config files": 500, "commands": 500, "files": 200, "checkpoints": 700}
 TINY = [*TINY_RUN, "--max_steps", "2", "--monitors", "none"]
@@ -198,7 +198,14 @@ LINES = {
         "--data.root",
         "--run_name",
     ],
-    "predict": ["digit.png", "--ckpt_path", "--output", "--contact_sheet", "--allow_imports", ""],
+    "predict": [
+        "digit.png",
+        "--ckpt_path",
+        "--output",
+        "--contact_sheet",
+        "--trust_checkpoint",
+        "",
+    ],
     "export": [
         "--data.source sample",
         "--ckpt_path",

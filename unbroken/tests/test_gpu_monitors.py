@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import nn
-
 from tests.monitored import Linear, Points, make_trainer
+from torch import nn
 from unbroken.monitors.memory import ACTIVATIONS, GIB, MemoryMonitor
 from unbroken.monitors.memory_snapshot import MemorySnapshot
 from unbroken.monitors.optimizer import OptimizerMonitor

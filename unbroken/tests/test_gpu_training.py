@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch.profiler import ProfilerActivity, profile
-
 from numerals.fit import job as fit
 from tests.commands import CONVNET, SMALL, assert_same_run, summary
 from tests.monitored import Linear, Points, make_trainer
+from torch.profiler import ProfilerActivity, profile
 from unbroken.cli.read_checkpoint import load
 from unbroken.commands import test as test_command
 from unbroken.commands.benchmark.command import main as benchmark

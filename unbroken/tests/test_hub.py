@@ -15,12 +15,11 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule
-from torch import nn
-
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
 from tests.commands import complete, summary
 from tests.trained import trained_checkpoint
+from torch import nn
 from unbroken.cli import start as entry
 from unbroken.cli.cli import Configuration
 from unbroken.cli.read_checkpoint import Loaded, load

@@ -13,6 +13,10 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
+from numerals.fit import job as fit
+from tests.commands import add_callbacks, assert_same_run, checkpoint, rows, run_ranks, summary
+from tests.other_tasks import Noisy, table
+from tests.stopped_runs import SHORT, end_run, error_of, resume, train
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -22,11 +26,6 @@ from torch.utils.data import (
     TensorDataset,
     random_split,
 )
-
-from numerals.fit import job as fit
-from tests.commands import add_callbacks, assert_same_run, checkpoint, rows, run_ranks, summary
-from tests.other_tasks import Noisy, table
-from tests.stopped_runs import SHORT, end_run, error_of, resume, train
 from unbroken import run_folder
 from unbroken.checkpoint.following import Best
 from unbroken.cli import start as entry

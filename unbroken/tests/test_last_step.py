@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
-from torch import Tensor
-
 from tests.monitored import (
     Linear,
     Points,
@@ -16,6 +14,7 @@ from tests.monitored import (
     one_thread,  # noqa: F401 - the fixture of every test here
     read,
 )
+from torch import Tensor
 from unbroken.loggers.metrics_csv import MetricsCSV
 from unbroken.monitors.last_step import LogLastStep
 

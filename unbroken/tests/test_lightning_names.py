@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from tests.commands import assert_same_run, complete, summary
 from tests.promises import ROOT, environment
 from unbroken.lightning_names import name_in_lightning

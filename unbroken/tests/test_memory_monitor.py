@@ -17,8 +17,6 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import nn
-
 from tests.monitored import (
     Linear,
     Points,
@@ -26,6 +24,7 @@ from tests.monitored import (
     make_trainer,
     one_thread,  # noqa: F401 - the fixture of every test here
 )
+from torch import nn
 from unbroken.errors import UserError, is_out_of_memory
 from unbroken.machine.live_memory import LiveMemory
 from unbroken.monitors.memory import (

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-
 from tests.monitored import read
 from unbroken.loggers.metrics_csv import MetricsCSV, read_metrics
 

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch import Callback, Trainer, seed_everything
-
 from tests.commands import checkpoint
 from tests.plain_module import Regression
 from tests.slow_stores import FailingFileSystem, SlowFileSystem

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.commands import (
     SMALL,
     assert_same_run,

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.profilers import PyTorchProfiler
+from numerals.model import MLP, ConvNet, MNISTClassifier
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.data import DataLoader, IterableDataset
@@ -34,8 +35,6 @@ from torchmetrics.classification import (
     MulticlassROC,
     MultilabelF1Score,
 )
-
-from numerals.model import MLP, ConvNet, MNISTClassifier
 from unbroken.data import BatchedDataModule, SplitDataModule, TensorImages, TensorRows
 from unbroken.errors import UserError
 from unbroken.tasks import ImageClassifier, SupervisedModule

@@ -13,9 +13,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
-
 from tests.commands import complete
 from tests.monitored import (
     in_a_fork,
@@ -23,6 +20,8 @@ from tests.monitored import (
     one_thread,  # noqa: F401 - the fixture of every test here
     read,
 )
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 from unbroken.monitors.memory import MemoryMonitor, dense_parts, size_gib
 from unbroken.monitors.monitor import Monitor, never_ends_the_run
 from unbroken.monitors.optimizer import OptimizerMonitor, gradient_norm

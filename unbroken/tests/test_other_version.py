@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
-
 from tests.plain_module import Regression
 from unbroken import ExactCheckpoint, __version__
 from unbroken.checkpoint import exact_checkpoint

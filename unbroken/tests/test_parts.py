@@ -16,7 +16,6 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricTracker, MinMaxMetric
-
 from unbroken.loading import ExactLoading
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.parts import all_parts

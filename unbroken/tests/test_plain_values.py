@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from unbroken.errors import UserError
 from unbroken.parts.plain_values import copied, is_plain, like
 from unbroken.storage.checkpoint_files import made_plain

@@ -13,9 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import numerals
+import pytest
 from tests.commands import complete
 from tests.other_systems import VALUES
 from tests.promises import ROOT

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
-from PIL import Image, ImageDraw, ImageFont
-
 from numerals.fit import job as fit
 from numerals.model import MNISTClassifier
+from PIL import Image, ImageDraw, ImageFont
 from tests.digit_files import WAYS
 from tests.photos import KINDS, photograph, take_photographs
 from tests.plain_module import rows
@@ -26,12 +25,12 @@ from tests.trained import trained_checkpoint
 from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
 from unbroken.commands.predict import command as predict
-from unbroken.commands.predict.answers import predict_batch
-from unbroken.commands.predict.digits import find_digit, is_unclear
+from unbroken.commands.predict.answers import predict_batch, to_rows
 from unbroken.commands.predict.files import find_files
 from unbroken.commands.predict.images import read_image
 from unbroken.commands.predict.labelling import predict_files
 from unbroken.commands.predict.preparation import choose_preparation
+from unbroken.data.drawn_figures import find_figure, is_unclear
 from unbroken.data.images import fit_image
 from unbroken.errors import BadImage, UserError
 
@@ -127,7 +126,7 @@ def test_an_mnist_image_comes_out_of_preparation_unchanged(
 ) -> None:
     for image in digits[0]:
         pixels = np.repeat(image[..., None].astype(np.float32) / 255, 3, axis=2)
-        np.testing.assert_array_equal(find_digit(pixels)[0], image[None])
+        np.testing.assert_array_equal(find_figure(pixels)[0], image[None])
 
 
 @pytest.mark.nightly
@@ -139,7 +138,7 @@ def test_prepared_digits_have_mnists_box_and_centre_of_mass(
         wide[20:160, 150:290] = (
             np.asarray(Image.fromarray(image).resize((140, 140)), dtype=np.float32) / 255
         )
-        prepared = find_digit(1 - np.repeat(wide[..., None], 3, axis=2))[0][0].astype(np.float64)
+        prepared = find_figure(1 - np.repeat(wide[..., None], 3, axis=2))[0][0].astype(np.float64)
         rows, columns = np.flatnonzero(prepared.any(axis=1)), np.flatnonzero(prepared.any(axis=0))
         assert max(np.ptp(rows), np.ptp(columns)) + 1 in (
             19,
@@ -219,7 +218,7 @@ def test_several_digits_are_said_and_counted_and_noise_is_no_digit(
     ]
     assert entry.exit_code(partial(predict.main, "numerals"), words) == 2
     told = capsys.readouterr()
-    assert "television.png: nothing in it stands out like a digit" in told.err
+    assert "television.png: nothing in it stands out like a drawn figure" in told.err
     assert "of 5 files: 4 more than one digit" in told.out
     notes = {Path(row["file"]).stem: row["note"] for row in json.loads(output.read_text())}
     assert [name for name, note in sorted(notes.items()) if note == "more than one digit"] == [
@@ -246,9 +245,9 @@ def test_dust_and_a_digit_in_a_corner_do_not_matter(
         page[110:194, 110:194] -= (
             np.asarray(Image.fromarray(image).resize((84, 84)), dtype=np.float32)[..., None] / 255
         )
-        clean.append(find_digit(page)[0])
+        clean.append(find_figure(page)[0])
         page[10:13, 10:13] = 0
-        dusty.append(find_digit(page)[0])
+        dusty.append(find_figure(page)[0])
     np.testing.assert_allclose(
         np.array(dusty, dtype=int), np.array(clean, dtype=int), atol=8
     )  # full ink is re-estimated
@@ -265,7 +264,7 @@ def test_pictures_of_odd_sizes_are_prepared_or_refused_never_a_crash(
         rng.random((height, width, 3)),
     ):
         try:
-            prepared = find_digit(picture.astype(np.float32))[0]
+            prepared = find_figure(picture.astype(np.float32))[0]
         except BadImage:
             continue
         assert prepared.shape == (1, 28, 28)
@@ -412,9 +411,9 @@ def test_a_checkpoint_of_somebody_elses_package_is_used_only_where_that_is_allow
     Image.new("L", (28, 28)).save(tmp_path / "black.png")
     words = [str(tmp_path / "black.png"), "--ckpt_path", str(tmp_path / "theirs.ckpt")]
     assert entry.exit_code(partial(predict.main, "numerals"), words) == 2
-    assert "If you trust the file: --allow_imports theirs" in capsys.readouterr().err
+    assert "add --trust_checkpoint true if you trust who made the file" in capsys.readouterr().err
     assert (
-        entry.exit_code(partial(predict.main, "numerals"), [*words, "--allow_imports", "theirs"])
+        entry.exit_code(partial(predict.main, "numerals"), [*words, "--trust_checkpoint", "true"])
         == 2
     )
     assert "one plain colour, no digit in it" in capsys.readouterr().err
@@ -576,25 +575,9 @@ def test_what_a_file_becomes_depends_on_the_data_module(tmp_path: Path) -> None:
             setattr(data, name, value)
         return choose_preparation(Loaded(Plain(None), data, {}, {}, tmp_path))[1]
 
-    ten = [str(digit) for digit in range(10)]
-    clothes = [
-        "T-shirt",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Boot",
-    ]
-    assert "as in MNIST" in chosen(image_shape=(1, 28, 28), class_names=ten)
-    assert "scaled to 1 x 28 x 28" in chosen(image_shape=(1, 28, 28), class_names=clothes)
-    assert "scaled to 3 x 28 x 28" in chosen(image_shape=(3, 28, 28), class_names=ten)
-    assert "prepare_image" in chosen(
-        image_shape=(1, 28, 28), class_names=ten, prepare_image=lambda pixels: pixels
-    )
+    assert "scaled to 1 x 28 x 28" in chosen(image_shape=(1, 28, 28))
+    assert "scaled to 3 x 28 x 28" in chosen(image_shape=(3, 28, 28))
+    assert "prepare_image" in chosen(image_shape=(1, 28, 28), prepare_image=lambda pixels: pixels)
     assert "prepare_file" in chosen(
         prepare_image=lambda pixels: pixels, prepare_file=lambda path: path
     )
@@ -603,6 +586,27 @@ def test_what_a_file_becomes_depends_on_the_data_module(tmp_path: Path) -> None:
             UserError, match=r"Give LightningDataModule a method prepare_file\(path\)"
         ):
             chosen(**attributes)
+
+
+@pytest.mark.parametrize(("returned", "note"), [(0.5, ""), ((0.5, "blurred"), "blurred")])
+def test_a_data_module_may_note_what_it_finds_in_a_picture(
+    tmp_path: Path, returned: Any, note: str
+) -> None:
+    data = LightningDataModule()
+    data.prepare_image = lambda pixels: returned
+    Image.new("L", (4, 4)).save(tmp_path / "picture.png")
+    preparation = choose_preparation(Loaded(Plain(None), data, {}, {}, tmp_path))
+    assert preparation.prepare(tmp_path / "picture.png") == (0.5, note)
+
+
+def test_a_data_module_names_the_column_of_the_most_likely_class(tmp_path: Path) -> None:
+    data = LightningDataModule()
+    data.class_names = ["oak", "elm"]
+    loaded = Loaded(Plain(None), data, {}, {}, tmp_path)
+    answers = [(torch.tensor([[0.25, 0.75]]), 1)]
+    assert to_rows(loaded, answers)[0]["label"] == "elm"
+    data.label_name = "species"
+    assert next(iter(to_rows(loaded, answers)[0])) == "species"
 
 
 def test_help_and_typing_errors_come_before_torch() -> None:

@@ -23,7 +23,6 @@ from typing import Any
 
 import psutil
 import pytest
-
 from tests.commands import (
     CONVNET,
     CPU2,

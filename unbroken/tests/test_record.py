@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import yaml
-
+from lightning.pytorch import LightningModule
 from numerals.fit import job as fit
 from tests.commands import checkpoint
 from tests.typed_settings import Rate
 from unbroken.cli.cli import Configuration, configure
 from unbroken.cli.plain_values import dump_yaml, put_into_mappings
+from unbroken.cli.program import Program
+from unbroken.cli.read_checkpoint import leave_out_what_is_no_longer_taken
 from unbroken.commands import test as test_command
 
 CLASSES = ["--model.class_path", "tests.typed_settings.Typed"]
@@ -122,3 +124,23 @@ def test_what_the_record_would_lose_is_said_before_training(
     line = "config.yaml and checkpoints do not repeat this run: model.number: 3 → 4\n"
     assert line in told
     assert told.index(line) < told.index("parameters")
+
+
+class Fewer(LightningModule):
+    """A default class that took a further argument once."""
+
+    def __init__(self, width: int = 1) -> None:
+        super().__init__()
+
+
+def test_settings_that_a_default_class_takes_no_more_are_left_out_and_said() -> None:
+    program = Program("numerals", model=Fewer)
+    path = program.default_classes["model"]
+    base = {"model": {"class_path": path, "init_args": {"width": 2, "depth": 3}}, "data": None}
+    told = leave_out_what_is_no_longer_taken(program, base)
+    assert told.endswith("whose settings model.depth are no longer taken")
+    assert base["model"] == {"class_path": path, "init_args": {"width": 2}}
+    assert leave_out_what_is_no_longer_taken(program, base) == ""
+    # Of another class nothing is known before it is imported.
+    other = {"model": {"class_path": "mine.Module", "init_args": {"depth": 3}}}
+    assert leave_out_what_is_no_longer_taken(program, other) == ""

@@ -18,7 +18,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from matplotlib.figure import Figure
-
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
 from tests.commands import REPORTED, summary, two_rank_run

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from numerals.fit import job as fit
 from tests.commands import (
     CONVNET,

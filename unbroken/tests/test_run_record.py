@@ -10,7 +10,6 @@ import pytest
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-
 from numerals.fit import job as fit
 from tests.commands import checkpoint
 from tests.typed_settings import Numbers, Typed

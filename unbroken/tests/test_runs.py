@@ -15,12 +15,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numerals
 import pytest
 import yaml
 from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
-
-import numerals
 from tests.commands import SMALL, Process, popen
 from tests.trained import trained_checkpoint
 from unbroken.cli.start import exit_code

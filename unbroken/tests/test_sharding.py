@@ -10,10 +10,9 @@ import pytest
 import torch
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import StrategyRegistry
-from torch import nn
-
 from numerals.fit import job as fit
 from tests.commands import SMALL, WHOLE_NETWORK, checkpoint, run_ranks, summary
+from torch import nn
 from unbroken.checkpoint.sharding import LARGE, ShardedStrategy
 from unbroken.cli.cli import configure
 from unbroken.cli.trainer_flags import trainer_flags

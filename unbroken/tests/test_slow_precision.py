@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader, TensorDataset
-
 from numerals.fit import job as fit
+from torch.utils.data import DataLoader, TensorDataset
 from unbroken.cli.cli import configure
 from unbroken.machine import hardware
 from unbroken.monitors.slow_precision import SlowPrecision, slow_line

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from numerals.fit import job as fit
 from tests.commands import (
     CPU2,

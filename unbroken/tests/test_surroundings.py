@@ -16,7 +16,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-
 from tests.commands import (
     SMALL,
     TINY,
@@ -170,7 +169,7 @@ def test_junk_in_our_own_variables() -> None:
     told = fit(*TINY, UNBROKEN_RANK_ZERO_DECISION="x", LOCAL_RANK="1")
     assert_one_line(told, "UNBROKEN_RANK_ZERO_DECISION", "'x'")
     done = fit(
-        *TINY, UNBROKEN_RANK_ZERO_DECISION="x", PROJECT_OMP_NUM_THREADS="x", OMP_NUM_THREADS="x"
+        *TINY, UNBROKEN_RANK_ZERO_DECISION="x", UNBROKEN_OMP_NUM_THREADS="x", OMP_NUM_THREADS="x"
     )
     assert done.returncode == 0, done.stderr
 

@@ -21,20 +21,19 @@ import pytest
 import torch
 import yaml
 from matplotlib.figure import Figure
-from PIL import Image
-
 from numerals.fit import job as fit
-from tests import made_data
+from PIL import Image
 from tests.commands import Process, complete, popen
 from tests.promises import ROOT
 from unbroken.cli import start as entry
 from unbroken.errors import UserError
 from unbroken.machine import threads
 
+from tests import made_data
+
 optuna = pytest.importorskip("optuna")
 
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution  # noqa: E402
-
 from unbroken.commands.sweep import command as sweep  # noqa: E402
 from unbroken.commands.sweep import results, trials  # noqa: E402
 from unbroken.commands.sweep import study as studies  # noqa: E402
@@ -795,9 +794,8 @@ def test_a_bad_sweep_file_is_told_in_one_line(text: str, message: str, tmp_path:
 def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
-
     from unbroken.cli.cli import configure
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
     content = yaml.safe_load((ROOT / "configs" / "sweep.yaml").read_text())
     space = read_space(ROOT / "configs" / "sweep.yaml")

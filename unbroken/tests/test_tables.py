@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from unbroken.errors import UserError
 from unbroken.tables import check_output, format_metric, format_table, write_rows
 

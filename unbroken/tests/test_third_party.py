@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
-
 from tests.third_party.trial import CASES, KILLED
 
 REQUIREMENTS = Path(__file__).parent / "third_party" / "requirements.txt"
@@ -123,5 +122,5 @@ def test_a_class_of_another_package_that_was_typed_needs_no_flag_afterwards(
     for command in commands:
         # Graphs are no image, and have no form in ONNX. Nobody asks whether to trust the classes.
         refused = run(*command)
-        assert "--allow_imports" not in refused.stdout + refused.stderr
+        assert "--trust_checkpoint" not in refused.stdout + refused.stderr
         assert "Traceback" not in refused.stderr

@@ -15,8 +15,6 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import FSDPStrategy
-from torch.utils.data import DataLoader
-
 from numerals.model.networks import MLP, ConvNet
 from tests.monitored import (
     FakeClock,
@@ -27,6 +25,7 @@ from tests.monitored import (
     make_trainer,
     one_thread,  # noqa: F401 - used by every test
 )
+from torch.utils.data import DataLoader
 from unbroken.cli.shown_warnings import silence_unfounded_advice
 from unbroken.monitors.flops import (
     may_use_tf32,

@@ -13,9 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tensorboard.summary.writer import event_file_writer
-
 from numerals.fit import job as fit
+from tensorboard.summary.writer import event_file_writer
 from tests.commands import complete, rows
 from tests.reported import of_type, wandb_folders, wandb_records
 from unbroken.cli import trackers

@@ -15,10 +15,9 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
+from numerals.fit import job as fit
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-from numerals.fit import job as fit
 from unbroken.cli import start as entry
 from unbroken.cli.cli import Configuration, configure
 from unbroken.commands.tune import command as tune

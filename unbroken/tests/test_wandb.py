@@ -22,8 +22,6 @@ import torch
 import wandb
 import yaml
 from lightning.pytorch import LightningModule, Trainer
-from torch.utils.data import DataLoader
-
 from numerals.fit import job as fit
 from tests.commands import (
     REPORTED,
@@ -40,6 +38,7 @@ from tests.commands import (
 )
 from tests.reported import MONITORED, of_type, reported_run, wandb_folders, wandb_records
 from tests.wandb_server import StandIn
+from torch.utils.data import DataLoader
 from unbroken.checkpoint.following import Best
 from unbroken.cli.program import Program
 from unbroken.errors import UserError

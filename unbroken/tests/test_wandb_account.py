@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from unbroken.loggers.wandb_account import wandb_state
 
 

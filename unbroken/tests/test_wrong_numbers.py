@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import nn
-
 from numerals.fit import job as fit
 from tests.commands import summary
+from torch import nn
 from unbroken.cli import start as entry
 from unbroken.run import wrong_numbers
 

@@ -72,8 +72,8 @@ class NamesMode(Protocol, metaclass=AsksByName):
 
 @runtime_checkable
 class KeepsSums(Protocol, metaclass=AsksByName):
-    """A module that adds up values outside of torchmetrics and ``self.log``, and wants them in a
-    checkpoint.
+    """A module, or an object in an attribute of it, that adds up values outside of torchmetrics and
+    ``self.log``, and wants them in a checkpoint.
     """
 
     def metric_state(self) -> dict[str, Tensor]:
@@ -111,6 +111,15 @@ class NamesClasses(Protocol, metaclass=AsksByName):
 
 
 @runtime_checkable
+class NamesLabel(Protocol, metaclass=AsksByName):
+    """A data module that has a word for what its classes are, such as ``species``. It is the column
+    of ``predict`` with the most likely class, which is ``label`` otherwise.
+    """
+
+    label_name: str
+
+
+@runtime_checkable
 class ComparesOutputs(Protocol, metaclass=AsksByName):
     """A module that knows how far the outputs of its exported form may be from its own."""
 
@@ -136,7 +145,7 @@ class ValidatesTrainedWeights(Protocol, metaclass=AsksByName):
 
 @runtime_checkable
 class NamesSource(Protocol, metaclass=AsksByName):
-    """A data module that says where its samples come from, such as ``mnist`` or ``sample``."""
+    """A data module that says where its samples come from, such as ``files`` or ``sample``."""
 
     data_source: str | None
 
@@ -212,10 +221,11 @@ class PreparesImages(Protocol, metaclass=AsksByName):
     ``predict``.
     """
 
-    def prepare_image(self, pixels: np.ndarray) -> Tensor:
+    def prepare_image(self, pixels: np.ndarray) -> Any:
         """``pixels``: float32 (height, width, 3) in 0-1.
 
-        Returns the input, without a batch dimension.
+        Returns the input, a tensor or array without a batch dimension; or a tuple of it and a note
+        on the picture, which may be empty.
         """
         ...
 

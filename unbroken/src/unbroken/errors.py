@@ -25,6 +25,13 @@ class UserError(Exception):
     """
 
 
+class NotSaved(Exception):
+    """A run has ended, and its last state is not on the disk.
+
+    :func:`unbroken.cli.start.run` prints the message in one line and exits with code 1.
+    """
+
+
 class BadImage(Exception):
     """A file that holds no usable image, or no usable input of another kind.
 

@@ -15,7 +15,7 @@ import platform
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-
 from unbroken.errors import UserError
 from unbroken.tensors.same_values import is_same
 from unbroken.tensors.unsized import CANNOT_BE_AVERAGED, has_lazy_layers
@@ -77,9 +76,6 @@ NAMES = {
 # The same of the command line. A Trainer in a script of the user's own needs none of them.
 NAMES_OF_THE_PARSER = {
     "jsonargparse._optionals": ["_config_read_mode"],
-    "jsonargparse._util": ["check_import_path"],
-    "jsonargparse._typehints": ["check_import_path", "get_class_instantiator"],
-    "jsonargparse._signatures": ["get_class_instantiator"],
 }
 
 
@@ -538,41 +534,6 @@ def values_are_no_files() -> Iterator[None]:
         options._config_read_mode = mode
 
 
-# The files of jsonargparse that call the two functions which :func:`parser_asks` replaces.
-LOOKS_NAMES_UP = ("jsonargparse._util", "jsonargparse._typehints")
-MAKES_OBJECTS = ("jsonargparse._typehints", "jsonargparse._signatures")
-
-
-@contextmanager
-def parser_asks(
-    check_name: Callable[[str], None], watch: Callable[[Callable[[], Any]], Callable[..., Any]]
-) -> Iterator[None]:
-    """Inside, a parser asks before it imports a name, and before it makes a class.
-
-    Args:
-        check_name: Called with each name that the parser is about to look up. It may raise.
-        watch: Given the parser's ``get_class_instantiator``; returns what makes a class instead.
-
-    Buys: a stranger's checkpoint names nothing that is imported or made unseen. Public way missing:
-    the parser's own list of allowed import paths takes whole packages. A version without these
-    functions ends in a KeyError, so that nothing is read unchecked.
-    """
-    replaced: list[tuple[dict[str, Any], str, Any]] = []
-    for file in LOOKS_NAMES_UP:
-        names = vars(importlib.import_module(file))
-        replaced.append((names, "check_import_path", names["check_import_path"]))
-    for file in MAKES_OBJECTS:
-        names = vars(importlib.import_module(file))
-        replaced.append((names, "get_class_instantiator", names["get_class_instantiator"]))
-    try:
-        for names, name, function in replaced:
-            names[name] = check_name if name == "check_import_path" else watch(function)
-        yield
-    finally:
-        for names, name, function in replaced:
-            names[name] = function
-
-
 # Profiling
 
 
@@ -622,22 +583,44 @@ def memory_history(path: Path, max_entries: int) -> Iterator[None]:
 
 
 @contextmanager
-def results_of_operations(tell: Callable[[list[Any]], None]) -> Iterator[None]:
-    """Inside, call ``tell`` with what each PyTorch operation returns, as a flat list.
+def operations_in(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Inside, each PyTorch operation is handed to ``call`` with its arguments. It returns what
+    ``call`` returns.
 
-    Buys a count of the CPU's memory. Public way missing: PyTorch has ``TorchDispatchMode`` in this
-    module alone; ``TorchFunctionMode``, which is public, does not see the backward pass.
+    Buys a count of the CPU's memory, before it is taken too. Public way missing: PyTorch has
+    ``TorchDispatchMode`` in this module alone; ``TorchFunctionMode``, which is public, sees neither
+    the backward pass nor what an operation makes inside.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils._pytree import tree_leaves
 
-    class Results(TorchDispatchMode):
+    class Operations(TorchDispatchMode):
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            result = func(*args, **(kwargs or {}))
-            tell(tree_leaves(result))
-            return result
+            return call(func, args, kwargs or {})
 
-    with Results():
+    with Operations():
         yield
+
+
+def takes_device(operation: Any) -> bool:
+    """Whether a PyTorch operation, as :func:`operations_in` has it, is told the device of its
+    result.
+
+    Buys the size of a tensor before its memory is taken. Public way missing.
+    """
+    return any(argument.name == "device" for argument in operation._schema.arguments)
+
+
+def results_of_operations(
+    tell: Callable[[list[Any]], None],
+) -> AbstractContextManager[None]:
+    """Inside, call ``tell`` with what each PyTorch operation returns, as a flat list."""
+    from torch.utils._pytree import tree_leaves
+
+    def call(operation: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        result = operation(*arguments, **named)
+        tell(tree_leaves(result))
+        return result
+
+    return operations_in(call)

@@ -17,15 +17,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-
 from unbroken.errors import UserError, nearest, require
 from unbroken.mirror.mirror import OWNER_FILE, Mirror
 from unbroken.mirror.store import is_address
 from unbroken.mirror.visiting import fetch_checkpoint
 from unbroken.stopping.ranks import is_rank_zero, say
-from unbroken.storage.checkpoint_files import read, read_or_reason, record_in
+from unbroken.storage.checkpoint_files import is_own, read, read_or_reason, record_in
 from unbroken.storage.files import write_atomically
 from unbroken.storage.run_files import newest_whole
+from unbroken.trust.places import is_inside
 
 ROOT = Path("checkpoints")
 # Stands in config.yaml for the folder of whichever run it is that the file is used for
@@ -58,6 +58,9 @@ class RunFolder:
     run_id: str = ""
     # How many folders above it the run makes. -1: those that are missing now.
     new_parents: int = -1
+    # Whether the checkpoint is the user's own: by its seal, or because it is in the mirror that he
+    # has typed
+    is_own: bool = False
     # Settings that differ from those in the checkpoint, such as ``model.lr: 0.01 → 0.003``
     changes: list[str] = field(default_factory=list)
     # Where the run is copied to; used on rank zero alone
@@ -194,7 +197,7 @@ def refuse_links_that_leave(folder: Path) -> None:
         for name in (*folders, *files):
             path = Path(place, name)
             is_wandbs_log = path.name == WANDB_LOG and path.parent.name == "logs"
-            leaves = path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(inside)
+            leaves = path.is_symlink() and not is_inside(path, inside)
             if leaves and not is_wandbs_log:
                 raise UserError(
                     f"{path} is a link out of the run's folder, and a run writes only into its"
@@ -290,6 +293,17 @@ def choose(
     """The run that ``--run_name`` and ``--ckpt_path`` mean, or a UserError. Writes nothing but a
     new run's folder, and with a mirror the lease of the run and what is brought from there.
     """
+    run = _choose(root, run_name, ckpt_path, mirror)
+    if run.checkpoint is not None:
+        # What is wrong with the file is told by who uses it.
+        with contextlib.suppress(UserError):
+            run.is_own = (mirror is not None and mirror.holds_run) or is_own(read(run.checkpoint))
+    return run
+
+
+def _choose(
+    root: Path, run_name: str | None, ckpt_path: str | None, mirror: Mirror | None
+) -> RunFolder:
     _check_names(root, run_name)
     if ckpt_path == "auto" and run_name is not None:
         refuse_files_of_others(root / run_name)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
-
 from unbroken.errors import UserError
 
 # The hooks of callbacks that Lightning calls for every batch of a training and its validations.

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from unbroken.errors import UserError, require
 from unbroken.storage.files import write_atomically
 

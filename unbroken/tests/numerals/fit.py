@@ -16,10 +16,6 @@ prepare_process(__name__)  # threads and signals, before torch is imported
 
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import Logger
-
-from numerals.callbacks import always_on
-from numerals.data import MNISTDataModule
-from numerals.model import MNISTClassifier
 from unbroken.monitors import (
     LogLastStep,
     MemoryMonitor,
@@ -31,6 +27,10 @@ from unbroken.monitors import (
 )
 from unbroken.report import Report
 from unbroken.run import Job, Run, RunTimer, WrongNumbers
+
+from numerals.callbacks import always_on
+from numerals.data import MNISTDataModule
+from numerals.model import MNISTClassifier
 
 
 def callbacks(run: Run) -> list[Callback | None]:

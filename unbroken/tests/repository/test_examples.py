@@ -17,9 +17,7 @@ import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
-
 from numerals.fit import job as fit
-from tests import made_data
 from tests.commands import checkpoint, complete
 from tests.example_packages import LACKING, NEEDS
 from tests.promises import (
@@ -30,6 +28,8 @@ from tests.promises import (
     environment,
 )
 from unbroken.cli import start as entry
+
+from tests import made_data
 
 CONFIGS = ROOT / "configs" / "examples"
 EXAMPLES = sorted(CONFIGS.glob("*.py"))

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import numerals
 import pytest
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
@@ -14,11 +15,10 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
-
-import numerals
-from configs.examples.autoencoder import LitAutoEncoder, Waves
 from unbroken import ExactCheckpoint, lightning_internals, seams
 from unbroken.errors import UserError
+
+from configs.examples.autoencoder import LitAutoEncoder, Waves
 
 PACKAGE = Path(numerals.__file__).parent
 CLONE = PACKAGE.parent
@@ -30,12 +30,13 @@ PUBLIC = {"_exit", "_replace", "_asdict", "_fields"}
 BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 
 
+@pytest.mark.parametrize("contracts", ["pyproject.toml", "unbroken/pyproject.toml"])
 def test_arrows_point_down_and_there_is_no_circle(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    contracts: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     linter = pytest.importorskip("importlinter.cli")
-    monkeypatch.chdir(CLONE)
-    assert linter.lint_imports(no_cache=True) == 0, capsys.readouterr().out
+    monkeypatch.chdir(Path(__file__).parents[3])
+    assert linter.lint_imports(contracts, no_cache=True) == 0, capsys.readouterr().out
 
 
 def is_private(name: str) -> bool:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-
 from numerals.fit import job as fit
 from tests.commands import checkpoint, complete, rows, summary
 from tests.promises import ROOT

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
 from numerals.fit import job as fit
 from unbroken.cli.cli import configure
 from unbroken.tables import flat

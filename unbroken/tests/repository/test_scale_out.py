@@ -20,11 +20,10 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from torch.distributed import TCPStore
-
 from numerals.fit import job as fit
 from tests.commands import TORCHRUN, rows
 from tests.promises import ROOT
+from torch.distributed import TCPStore
 from unbroken.cli.cli import configure
 from unbroken.cli.trainer_flags import build_trainer, trainer_flags
 from unbroken.mirror.store import PACKAGES

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
+from tests.situations.situation import Keeps, Task, add, table
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -27,8 +28,6 @@ from torch.utils.data import (
     WeightedRandomSampler,
     random_split,
 )
-
-from tests.situations.situation import Keeps, Task, add, table
 
 
 class Noisy(Dataset[Any]):

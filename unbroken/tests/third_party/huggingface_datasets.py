@@ -8,9 +8,8 @@ from typing import Any
 
 import datasets
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
-
 from tests.third_party.regression import TRAINING_SAMPLES, table, validation_loader
+from torch.utils.data import DataLoader
 
 
 def training_table() -> datasets.Dataset:

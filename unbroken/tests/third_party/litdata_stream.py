@@ -7,9 +7,8 @@ from typing import Any
 
 import litdata
 from lightning.pytorch import LightningDataModule
-from torch.utils.data import DataLoader
-
 from tests.third_party.regression import TRAINING_SAMPLES, table, validation_loader
+from torch.utils.data import DataLoader
 
 FOLDER = Path("litdata_chunks")
 

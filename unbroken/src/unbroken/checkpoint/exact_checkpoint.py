@@ -19,7 +19,7 @@ import signal
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DoublePrecision
-
 from unbroken import contract, lightning_internals
 from unbroken.checkpoint import other_version
 from unbroken.checkpoint.following import Best
@@ -44,7 +43,7 @@ from unbroken.checkpoint.shared_buffers import share_buffers, share_buffers_in_n
 from unbroken.checkpoint.shared_metrics import RankZeroAlone, share_sums
 from unbroken.checkpoint.snapshot import BeforeHooks, Snapshot, TrainingState
 from unbroken.chosen import Chosen
-from unbroken.errors import UserError
+from unbroken.errors import NotSaved, UserError
 from unbroken.loading import ExactLoader, ExactLoading, Start
 from unbroken.loading.log_steps import SHARDING, is_optimizer_step
 from unbroken.loading.seeding import Seeds
@@ -76,6 +75,9 @@ from unbroken.storage.checkpoint_files import (
 from unbroken.storage.run_files import RunFiles, can_start_from
 from unbroken.version import __version__
 
+# The part of a run's time that its saves may take, to copy and to write them
+LARGEST_SHARE = 0.02
+
 
 class ExactCheckpoint(callbacks.Checkpoint):
     """Saves ``last.ckpt`` and ``best.ckpt``, goes on from them bit for bit, and ends a run cleanly
@@ -92,6 +94,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             checkpoint is the best.
         mode: ``max`` or ``min``. None: the module's own ``mode``, else what the metric's name says.
         every: How often ``last.ckpt`` is saved: seconds (``60s``) or optimizer steps (``500``).
+            Where saves take more than a fiftieth of the time, the seconds between them grow, and a
+            line says so.
         parts: Further parts of a checkpoint, for state that your own code keeps.
         mirror: Where the run is copied to while it trains, such as ``s3://bucket/runs``: any file
             system that fsspec knows, or a folder. ``resume_from`` then also finds what lies there.
@@ -130,6 +134,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # W&B and others may change the working folder later.
         self.folder = Path(folder if folder is not None else ".").absolute()
         self.files = RunFiles(self.folder)
+        self.files.is_saved = self._note_saved
         self.mirror = Mirror(mirror) if isinstance(mirror, str) else mirror
         self.best = Best.of(monitor, mode)
         self.every_seconds, self.every_steps = parse_interval(every)
@@ -168,6 +173,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._request = 0
         self._best_due = False
         self._last_save = time.monotonic()
+        self._began = self._last_save
+        self._has_told_interval = False
         # The optimizer step that last.ckpt holds. None: it was neither read nor written yet.
         self.saved_step: int | None = None
         self._steps = 0
@@ -213,10 +220,12 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     @property
     def best_model_path(self) -> str:
+        self.files.wait()
         return str(self.best_path) if self.saves and self.best_path.exists() else ""
 
     @property
     def last_model_path(self) -> str:
+        self.files.wait()
         return str(self.last_path) if self.saves and self.last_path.exists() else ""
 
     @property
@@ -455,6 +464,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         """
         signals.defer()
         self._last_save = time.monotonic()
+        self._began = self._last_save
         self._steps = trainer.global_step
         if self._resume is not None:
             self._followed = self._resume.shared.get("followed")
@@ -558,6 +568,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def before_batch(self, trainer: Trainer) -> None:
         """Save and stop, if that is due. Nothing of the next step has been done."""
+        self.files.check()
         if self._resume is not None and self._resume.steps_more:
             # The run went on only for a validation, and that is not wanted any more. This ends the
             # epoch.
@@ -590,7 +601,25 @@ class ExactCheckpoint(callbacks.Checkpoint):
         """SAVE_DUE on rank zero when the seconds between two saves are over."""
         if self.every_steps is not None or not trainer.is_global_zero:
             return 0
-        return SAVE_DUE if time.monotonic() - self._last_save >= self.every_seconds else 0
+        # A save that is still on its way to the disk has the memory that the next one needs.
+        if self.files.is_busy:
+            return 0
+        return SAVE_DUE if time.monotonic() - self._last_save >= self._interval() else 0
+
+    def _interval(self) -> float:
+        """Seconds between two saves: the wish, or more where saves cost too large a share."""
+        costs = self.files.costs
+        needed = (costs.last_wait_seconds + costs.write_seconds) / LARGEST_SHARE
+        if needed <= self.every_seconds:
+            return self.every_seconds
+        if not self._has_told_interval:
+            self._has_told_interval = True
+            say(
+                f"a save takes {costs.write_seconds:.1f} s of writing and"
+                f" {costs.last_wait_seconds:.1f} s of waiting: every {needed:.0f} s"
+                f" in the place of every {self.every_seconds:g} s."
+            )
+        return needed
 
     def _next_batch(self, trainer: Trainer, has_one: bool) -> NextBatch:
         """Tell the other ranks whether this one has a further batch; the request goes along."""
@@ -665,7 +694,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
                     "no metric was followed, so best.ckpt is the last."
                     f" Name one of those that are logged with --monitor: {names}."
                 )
-        self._save_and_stop(trainer, self._take(trainer, "epoch"))
+        self._save_and_stop(trainer, self._take(trainer, "epoch"), is_end=True)
 
     def _end_again(self, trainer: Trainer) -> None:
         """Call the hooks of a training's end, before which the last checkpoint was saved.
@@ -827,8 +856,12 @@ class ExactCheckpoint(callbacks.Checkpoint):
         in_last_validation = place == "validation" and after_the_last
         self._positions.epoch_is_over = place == "epoch" or in_last_validation
 
-    def _save_and_stop(self, trainer: Trainer, snapshot: Snapshot, saves: bool = True) -> None:
-        """Save, unless ``saves`` is false, and stop if asked to."""
+    def _save_and_stop(
+        self, trainer: Trainer, snapshot: Snapshot, saves: bool = True, is_end: bool = False
+    ) -> None:
+        """Save, unless ``saves`` is false, and stop if asked to. The last save of a run
+        (``is_end``, or a stop) is on the disk when this returns.
+        """
         stop = self._request if self._request > SAVE_DUE else 0
         with ExitStack() as pauses:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -840,6 +873,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             is_wanted = self.saves and saves and not self._is_rehearsal
             if is_wanted and (can_go_on or self._best_due):
                 self._save(trainer, snapshot, can_go_on)
+                if stop or is_end:
+                    self._settle(trainer, snapshot, can_go_on)
         self._request = 0
         self._best_due = False
         if stop:
@@ -868,15 +903,53 @@ class ExactCheckpoint(callbacks.Checkpoint):
         assert self.agreement is not None
         self._saving = snapshot
         try:
-            self.files.write(trainer, self._best_due, can_go_on, self.agreement.group)
+            step = trainer.global_step if can_go_on else None
+            self.files.write(trainer, self._best_due, can_go_on, self.agreement.group, step)
         finally:
             self._saving = None
-        if can_go_on:
-            self.saved_step = trainer.global_step
-        if self.mirror is not None and trainer.is_global_zero:
-            # The mirror tells the step of last.ckpt.
-            self.mirror.take(trainer.global_step if can_go_on else None)
         self._last_save = time.monotonic()
+
+    def _note_saved(self, step: int | None) -> None:
+        """The files of a save are on the disk. ``step``: that of last.ckpt, if it was written."""
+        if step is not None:
+            self.saved_step = step
+        if self.mirror is not None:
+            # The mirror tells the step of last.ckpt.
+            self.mirror.take(step)
+
+    def _settle(self, trainer: Trainer, snapshot: Snapshot, can_go_on: bool) -> None:
+        """Wait until the last save of a run is on the disk. One that has failed is tried once more.
+
+        Raises:
+            NotSaved: On all ranks, where that fails again.
+        """
+        if self._trouble_of_any_rank() is None:
+            return
+        self._save(trainer, snapshot, can_go_on)
+        reason = self._trouble_of_any_rank()
+        if reason is not None:
+            raise NotSaved(f"the run has ended, and its last state is not saved: {reason}")
+
+    def _trouble_of_any_rank(self) -> str | None:
+        """Why the newest save is not on the disk; None where it is. Every rank calls it."""
+        assert self.agreement is not None
+        try:
+            self.files.wait()
+            mine = self.files.trouble
+        except UserError as error:
+            mine = str(error)
+        return next((each for each in of_all_ranks(mine, self.agreement.group) if each), None)
+
+    def add_facts(self, trainer: Trainer, result: Any) -> None:
+        """Add to the summary what the saves of this start have cost (rank zero's)."""
+        costs = self.files.costs
+        seconds = max(time.monotonic() - self._began, costs.wait_seconds)
+        if costs.bytes and seconds > 0:
+            result.summary.metrics |= {
+                "checkpoint/wait_pct": 100 * costs.wait_seconds / seconds,
+                "checkpoint/seconds": costs.write_seconds,
+                "checkpoint/gib": costs.bytes / 2**30,
+            }
 
     def write_state(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Put the state into a checkpoint that is saved now, and what the run chose by itself."""
@@ -930,12 +1003,16 @@ class ExactCheckpoint(callbacks.Checkpoint):
     # The end
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.files.wait()
         self._finish_mirror(None)
         self._put_everything_back(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        # The error that ends the run is the one to be told.
+        with suppress(UserError):
+            self.files.wait()
         # Lightning calls no teardown then.
         self._finish_mirror(signals.seconds_left())
         self._put_everything_back(trainer)
@@ -946,6 +1023,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             say(*self.mirror.finish(seconds))
 
     def _put_everything_back(self, trainer: Trainer) -> None:
+        self.files.let_go()
         if self._sanity_steps is not None:
             trainer.num_sanity_val_steps = self._sanity_steps
             self._sanity_steps = None

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
-
 from unbroken import contract
 from unbroken.errors import require
 

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer, callbacks
 from torch.nn.parallel import DistributedDataParallel
-
 from unbroken import lightning_internals
 from unbroken.loading import ExactLoading
 

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
-
 from unbroken import lightning_internals
 from unbroken.checkpoint.snapshot import EXTRA_STATE, give_extra_states
 from unbroken.loading import ExactLoading, Start

@@ -16,7 +16,6 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 - PyTorch's own short name
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.optim import Optimizer
-
 from unbroken.errors import UserError
 from unbroken.tensors.unsized import CANNOT_BE_SHARED, has_lazy_layers
 

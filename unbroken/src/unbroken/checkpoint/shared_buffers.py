@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch.nn.parallel import DistributedDataParallel
-
 from unbroken import lightning_internals
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-
 from unbroken import lightning_internals
 from unbroken.stopping.ranks import of_all_ranks, say
 

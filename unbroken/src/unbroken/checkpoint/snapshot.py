@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import nn
 from torch.nn.parameter import is_lazy
-
 from unbroken import lightning_internals
 from unbroken.parts.declared import plain_state
 from unbroken.parts.hyperparameters import plain_groups

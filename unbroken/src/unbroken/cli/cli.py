@@ -14,13 +14,12 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn, get_type_hints
 
 import torch
+import unbroken.data  # noqa: F401 - its classes are known to the parser by their short names
 import yaml
 from jsonargparse.typing import register_type
 from lightning.pytorch import LightningDataModule, LightningModule, seed_everything
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespace
 from lightning.pytorch.loggers import Logger
-
-import unbroken.data  # noqa: F401 - its classes are known to the parser by their short names
 from unbroken import contract
 from unbroken.chosen import Chosen
 from unbroken.cli.defaults import default_settings

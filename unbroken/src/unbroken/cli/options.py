@@ -8,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
-
 from unbroken.cli.trackers import TrackerWords
 
 # Trainer flags, which may be typed without "trainer."
@@ -24,7 +23,7 @@ OF_THE_LAUNCH = (
     "mirror_required",
     "init_weights",
     "memory_snapshot",
-    "allow_imports",
+    "trust_checkpoint",
     "output",
     "config",
 )
@@ -133,9 +132,9 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("tensorboard", bool, False, "Also write TensorBoard files into the run's folder."),
     Option(
-        "allow_imports",
-        str | None,
-        None,
-        "Packages that a checkpoint's configuration may name besides your own.",
+        "trust_checkpoint",
+        bool,
+        False,
+        "Take a checkpoint that you did not write as your own: it may name any class.",
     ),
 )

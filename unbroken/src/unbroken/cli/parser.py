@@ -58,12 +58,17 @@ def take_word(
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:
-    """Add ``--ckpt_path`` and ``--allow_imports``."""
+    """Add ``--ckpt_path`` and ``--trust_checkpoint``."""
     which = "the checkpoint: a file, the address of one or of a run in a mirror, or best or last"
     which += " of the newest run (default: best)"
     parser.add_argument("--ckpt_path", metavar="best|last|PATH|URL", help=which)
-    packages = "packages that the checkpoint's configuration may name besides your own"
-    parser.add_argument("--allow_imports", metavar="PACKAGES", help=packages)
+    trust = "take the checkpoint as your own: it may name any class (default: false)"
+    parser.add_argument("--trust_checkpoint", choices=["true", "false"], help=trust)
+
+
+def trusting(args: argparse.Namespace) -> list[str]:
+    """The words of ``--trust_checkpoint`` for :func:`unbroken.cli.read_checkpoint.load`."""
+    return [f"--trust_checkpoint={args.trust_checkpoint}"] if args.trust_checkpoint else []
 
 
 def add_output(

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-
 from unbroken.machine import hardware
 
 # Half precision must be faster than this share of float32's time, to be chosen. Where it is worth

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib import import_module
@@ -26,12 +27,20 @@ class Program:
         model: The class that is trained where none is named. None: one must be named.
         data: The data module where none is named. None: none is used.
         wandb_project: The W&B project of its runs. Default: the package's name.
+        own_code: Further packages and modules that are the user's own. A stranger's checkpoint may
+            name the classes that are defined there, and in ``package``.
+        moved: What older checkpoints name → its import path now: a class, or a module with all that
+            is in it; or a class with arguments, as a configuration has it, that are used where a
+            checkpoint gives none. A name that still leads to a class with these arguments has not
+            moved.
     """
 
     package: str
     model: type[LightningModule] | None = field(default=None, kw_only=True)
     data: type[LightningDataModule] | None = field(default=None, kw_only=True)
     wandb_project: str = field(default="", kw_only=True)
+    own_code: tuple[str, ...] = field(default=(), kw_only=True)
+    moved: Mapping[str, str | dict[str, Any]] = field(default_factory=dict, kw_only=True)
 
     @property
     def code(self) -> Path:

@@ -5,6 +5,7 @@ alone.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,18 +15,20 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
-
 from unbroken import contract
 from unbroken.chosen import Chosen
 from unbroken.cli.cli import Configuration, configure, differences
+from unbroken.cli.defaults import CLASS_PATH
+from unbroken.cli.moved_names import with_names_of_now
 from unbroken.cli.program import Program
 from unbroken.cli.typed import CommandLine
 from unbroken.errors import UserError, without_control_characters
 from unbroken.mirror.mirror import Mirror
 from unbroken.run_folder import ROOT, RunFolder, choose, find_checkpoint
-from unbroken.stopping.ranks import decided_by_rank_zero
+from unbroken.stopping.ranks import decided_by_rank_zero, say
 from unbroken.storage.checkpoint_files import CHOSEN, load_weights, read, record
-from unbroken.trust import guard as trust
+from unbroken.trust.sizes import bounded_by
+from unbroken.trust.strangers import Stranger
 
 MOST_NAMES = 8  # of tensors, in a line
 
@@ -80,13 +83,24 @@ def _resumed_configuration(
     ``run.changes``.
     """
     known = record(checkpoint, to_resume=True)
-    base = dict(known["config"])
-    guard = _guard(program, known, base, line, checkpoint, run.folder)
+    if not (run.is_own or is_trusted(line)):
+        raise UserError(
+            f"--ckpt_path {checkpoint} has no seal of yours, and a resume takes over all that it"
+            " says. If you trust it: --trust_checkpoint true, or share a key (UNBROKEN_KEY)."
+            f" Its weights alone: --init_weights {checkpoint}."
+        )
+    base = with_names_of_now(known["config"], program.moved)
+    unknown = leave_out_what_is_no_longer_taken(program, base)
+    if unknown:
+        raise UserError(
+            f"--ckpt_path {checkpoint}: {unknown}. To start a new run from its weights:"
+            f" --init_weights {checkpoint}."
+        )
     if line.sets_a_length:
         # The typed limit counts. The saved max_epochs could come first.
         base["trainer"] = {**(base.get("trainer") or {}), "max_epochs": -1}
     chosen = Chosen(known.get(CHOSEN))
-    config = _configured(program, "fit", argv, base, guard, chosen)
+    config = configure(program, "fit", argv, base, chosen)
     # Weights that do not fit become one line here; the Trainer would end in a traceback.
     load_weights(config.module, checkpoint, late=True, again=True)
     if isinstance(config.datamodule, contract.StaysWithSource):
@@ -96,39 +110,9 @@ def _resumed_configuration(
     return config
 
 
-def _guard(
-    program: Program,
-    known: dict[str, Any],
-    base: dict[str, Any],
-    line: CommandLine,
-    path: Path,
-    folder: Path | None = None,
-) -> trust.Guard | None:
-    """What watches over a stranger's configuration. None: the checkpoint is the user's own."""
-    if known["is_own"]:
-        return None
-    trust.CLONES.add(program.code.parent)
-    trust.refuse_endless_reading(base, path)
-    packages = (line.value("allow_imports") or "").replace(",", " ").split()
-    typed = trust.words_typed(line.given)
-    return trust.Guard(path, typed, tuple(packages), path.stat().st_size, folder)
-
-
-def _configured(
-    program: Program,
-    command: str,
-    argv: list[str],
-    base: dict[str, Any],
-    guard: trust.Guard | None,
-    chosen: Chosen | None = None,
-) -> Configuration:
-    with trust.guarded(guard):
-        if guard is not None:
-            guard.check_texts(base)
-        config = configure(program, command, argv, base, chosen)
-        if guard is not None:
-            guard.refuse_what_was_not_made(config.trainer)
-    return config
+def is_trusted(line: CommandLine) -> bool:
+    """Whether the user says that a checkpoint counts as his own."""
+    return (line.value("trust_checkpoint") or "").lower() == "true"
 
 
 @dataclass
@@ -143,6 +127,8 @@ class Loaded:
     # run_name, data_source, precision, epoch, global_step, metrics, ...
     run: dict[str, Any]
     path: Path
+    # Whether it is the user's own, or counts as that
+    is_own: bool = True
     # Settings of model and data that differ from the checkpoint's
     changes: list[str] = field(default_factory=list)
 
@@ -174,20 +160,55 @@ def load(
     """
     arguments = argv or []
     run = record(path)
-    base = run.pop("config")
-    guard = _guard(program, run, base, CommandLine(arguments), path)
+    line = CommandLine(arguments, program.networks)
+    own = run["is_own"] or is_trusted(line)
+    saved = with_names_of_now(run.pop("config"), program.moved)
     # These are flags of another machine.
-    base.pop("trainer", None)
+    saved.pop("trainer", None)
+    unknown = leave_out_what_is_no_longer_taken(program, saved)
+    if unknown:
+        say(f"{path}: {unknown}.")
+    base = saved
+    if not own:
+        packages = (program.package, *program.own_code)
+        base = Stranger(path, packages, line.given).settings(saved)
     leave_out_compiling_and_downloads(base)
-    config = _configured(program, "test", arguments, base, guard)
-    fits = load_weights(config.module, path, late=True, again=again)
+    with contextlib.nullcontext() if own else bounded_by(path, len(read(path)["state_dict"])):
+        config = configure(program, "test", arguments, base)
+        # Lightning loads only what is the user's.
+        again = again and own
+        fits = load_weights(config.module, path, late=True, again=again, own=own)
     if contract.describes_data(config.datamodule):
         config.datamodule.describe(run.pop("data", {}))
     if not fits and not again:
-        _set_up_and_load(config, path)
-    differing = without_control_characters(differences(base, config.resolved))
+        _set_up_and_load(config, path, own)
+    differing = without_control_characters(differences(saved, config.resolved))
     changes = [line for line in differing if line.startswith(("model", "data"))]
-    return Loaded(config.module.eval(), config.datamodule, config, run, path, changes)
+    return Loaded(config.module.eval(), config.datamodule, config, run, path, own, changes)
+
+
+def leave_out_what_is_no_longer_taken(program: Program, base: dict[str, Any]) -> str:
+    """Take those settings out of a checkpoint's configuration that the program's default classes do
+    not take, as an older version of them may have; returns what to say of them, or nothing.
+    """
+    told = []
+    for part, kind in (("model", program.model), ("data", program.data)):
+        section = base.get(part)
+        if kind is None or not isinstance(section, dict):
+            continue
+        arguments = section.get("init_args")
+        if section.get(CLASS_PATH) != program.default_classes[part] or not arguments:
+            continue
+        parameters = inspect.signature(kind).parameters.values()
+        if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+            continue
+        unknown = arguments.keys() - {parameter.name for parameter in parameters}
+        kept = {name: value for name, value in arguments.items() if name not in unknown}
+        base[part] = {**section, "init_args": kept}
+        told += [f"{part}.{name}" for name in sorted(unknown)]
+    if not told:
+        return ""
+    return f"an older version wrote it, whose settings {first_names(told)} are no longer taken"
 
 
 def leave_out_compiling_and_downloads(base: dict[str, Any]) -> None:
@@ -205,7 +226,7 @@ def leave_out_compiling_and_downloads(base: dict[str, Any]) -> None:
         arguments["weights"] = None
 
 
-def _set_up_and_load(config: Configuration, path: Path) -> None:
+def _set_up_and_load(config: Configuration, path: Path, own: bool) -> None:
     """Load weights of layers that are made in ``setup``, as it is called for a test, or for a
     prediction where the module has no test.
     """
@@ -222,7 +243,7 @@ def _set_up_and_load(config: Configuration, path: Path) -> None:
     # The data may be missing, for example. Then the weights do not fit, which is told below.
     with contextlib.suppress(Exception):
         call_setup(config.module, config.datamodule)
-    load_weights(config.module, path, again=True)
+    load_weights(config.module, path, again=True, own=own)
 
 
 # What draws in a setup() that comes later, such as a split, draws as in a run without it.

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-
 from unbroken.errors import UserError
 from unbroken.tensors.unsized import CANNOT_BE_AVERAGED, CANNOT_BE_SHARED
 

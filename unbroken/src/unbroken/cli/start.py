@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 from unbroken.cli.shown_warnings import show_in_one_line
-from unbroken.errors import UserError, without_control_characters
+from unbroken.errors import NotSaved, UserError, without_control_characters
 from unbroken.machine import threads
 from unbroken.machine.waiting import waiting
 from unbroken.stopping import signals
@@ -197,6 +197,9 @@ def _tell(error: BaseException) -> int:
             "another process of this run has ended, and says why unless it was killed."
             " This one ends, too."
         )
+        return 1
+    if isinstance(error, NotSaved):
+        _print_error(str(error))
         return 1
     message = _what_the_user_can_do(error)
     if message is None:

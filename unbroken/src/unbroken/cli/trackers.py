@@ -16,7 +16,6 @@ from typing import Any
 
 from jsonargparse.typing import restricted_string_type
 from lightning.pytorch.loggers import Logger
-
 from unbroken.cli.tracker_words import TRACKERS
 from unbroken.errors import UserError
 from unbroken.run_folder import RUN_FOLDER

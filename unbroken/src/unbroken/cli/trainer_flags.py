@@ -13,7 +13,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import FSDPStrategy
-
 from unbroken.chosen import Chosen
 from unbroken.cli.cli import Configuration
 from unbroken.cli.precision import is_on_cpu

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import yaml
-
 from unbroken.cli.explain import explain
 from unbroken.cli.options import FLAT
 from unbroken.errors import UserError, require

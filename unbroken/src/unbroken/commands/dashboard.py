@@ -1,6 +1,6 @@
 """Build a saved W&B workspace for this project's runs: Training, Throughput, Memory, Mistakes.
 
-python -m NAME.dashboard --entity ME --project mnist-lightning
+python -m NAME.dashboard --entity ME --project mine
 python -m NAME.dashboard --print      # what would be saved; needs no login and no network
 
 Saving needs a W&B login; both need the extra ``dashboard``. The panels are those of report.html and
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from unbroken.cli.parser import CommandParser
 from unbroken.errors import UserError
 from unbroken.loggers.panels import PANELS

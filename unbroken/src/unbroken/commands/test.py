@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-
 from unbroken import ExactCheckpoint, contract, tables
 from unbroken.cli.cli import configure
 from unbroken.cli.read_checkpoint import Loaded, load
@@ -49,7 +48,12 @@ def main(package: str, argv: list[str]) -> int:
     # In float32, like the test at the end of fit. --precision still chooses what autocast does.
     with refusals_as_errors(path), float32_products():
         found = trainer.test(
-            loaded.module, loaded.datamodule, ckpt_path=path, weights_only=True, verbose=False
+            loaded.module,
+            loaded.datamodule,
+            # Lightning also restores what callbacks keep. A stranger's is not used.
+            ckpt_path=path if loaded.is_own else None,
+            weights_only=True,
+            verbose=False,
         )
     data = loaded.datamodule
     facts: dict[str, Any] = {

@@ -1,10 +1,12 @@
 """Random changes of a batch of images, made on its device: every image by an amount of its own."""
 
 import math
+from collections.abc import Iterable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torchvision.transforms import v2
 
 # Points per axis of the coarse random field that bends an image. They are about a stroke's width
 # apart.
@@ -89,6 +91,60 @@ def random_bending(images: Tensor, elastic: float) -> Tensor:
     size = (height, width)
     smooth = F.interpolate(moves, size, mode="bilinear", align_corners=True)
     return smooth.permute(0, 2, 3, 1)
+
+
+def random_changes(
+    images: Tensor,
+    *,
+    rotate_degrees: float,
+    scale_fraction: float,
+    shear_degrees: float,
+    shift_pixels: float,
+    elastic_pixels: float,
+) -> Tensor:
+    """Change every image by its own random amount: :func:`random_shift` where a whole shift is all
+    that is asked for, which needs no interpolation, else :func:`random_deformation`.
+
+    Args:
+        images: (batch, channels, height, width), uint8 or float in 0-1. Those that are only shifted
+            keep their type, others become float32.
+        rotate_degrees: Angle of the rotation, uniform in ± this.
+        scale_fraction: Factor of each axis, uniform in 1 ± this.
+        shear_degrees: Angle of the shear, uniform in ± this.
+        shift_pixels: Pixels per axis, uniform in ± this; whole ones if this is whole and all others
+            are 0.
+        elastic_pixels: Bending, as a standard deviation per point of a coarse lattice.
+    """
+    others = (rotate_degrees, scale_fraction, shear_degrees, elastic_pixels)
+    fits = 0 <= shift_pixels <= min(images.shape[-2:])
+    if fits and float(shift_pixels).is_integer() and not any(others):
+        return random_shift(images, int(shift_pixels))
+    return random_deformation(
+        as_unit_floats(images),
+        rotate_degrees,
+        scale_fraction,
+        shear_degrees,
+        shift_pixels,
+        elastic_pixels,
+    )
+
+
+def transformed(
+    images: Tensor, targets: Tensor, transforms: Iterable[nn.Module]
+) -> tuple[Tensor, Tensor]:
+    """Images (batch, ...) and their targets after transforms of ``torchvision.transforms.v2``.
+
+    ``MixUp`` and ``CutMix`` get the batch with its targets. Every other transform is called image
+    by image, so that each image is changed by its own random amount.
+    """
+    for transform in transforms:
+        images = as_unit_floats(images)
+        if isinstance(transform, (v2.MixUp, v2.CutMix)):
+            images, targets = transform(images, targets)
+        else:
+            # Called on a batch, a random transform would do the same to all of its images.
+            images = torch.stack([transform(image) for image in images])
+    return images, targets
 
 
 def as_unit_floats(images: Tensor) -> Tensor:

@@ -7,14 +7,14 @@ and in an evaluation all samples once on any number of devices.
 
 import copy
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
-from lightning.pytorch import LightningDataModule
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningDataModule, Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset, default_collate
-
 from unbroken.errors import UserError, require
 
 Split = Literal["train", "val", "test"]
@@ -131,20 +131,11 @@ class SplitDataModule(LightningDataModule):
         sizes = {
             "batch_size": batch_size,
             "eval_batch_size": eval_batch_size,
-            "prefetch_factor": prefetch_factor,
             "train_samples": train_samples,
             "val_samples": val_samples,
             "test_samples": test_samples,
         }
-        for name, size in sizes.items():
-            require(size is None or size >= 1, f"--data.{name}", "be at least 1", size)
-        require(
-            prefetch_factor <= MOST_BATCHES_AHEAD,
-            "--data.prefetch_factor",
-            f"be at most {MOST_BATCHES_AHEAD}",
-            prefetch_factor,
-        )
-        check_workers(num_workers or 0, on_device)
+        check_loading(sizes, prefetch_factor, num_workers, on_device)
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.num_workers = num_workers
@@ -176,15 +167,7 @@ class SplitDataModule(LightningDataModule):
         """The part of a training set that is ``split`` ("train" or "val"): a fixed random ``share``
         is validation.
         """
-        # The generator has a seed of its own, so that the split is the same in every run, on every
-        # rank, and whatever --seed_everything is.
-        fixed = torch.Generator().manual_seed(0)
-        order = torch.randperm(len(dataset), generator=fixed)
-        held_out = max(1, round(len(dataset) * share))
-        chosen = order[:-held_out] if split == "train" else order[-held_out:]
-        # Sorted, because to read files or memory in order is several times faster. Training
-        # shuffles anyway.
-        return part_of(dataset, chosen.sort().values)
+        return hold_out(dataset, split, share)
 
     def collate_function(self) -> Callable[[Any], Any]:
         """The function that turns a list of samples into a batch, also in worker processes."""
@@ -219,16 +202,7 @@ class SplitDataModule(LightningDataModule):
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
     ) -> Any:
-        """Copies the parts directly: Lightning's search through nested collections costs more than
-        a small copy.
-        """
-        is_flat = isinstance(batch, (tuple, list))
-        if not is_flat or not all(isinstance(part, Tensor) for part in batch):
-            return super().transfer_batch_to_device(batch, device, dataloader_idx)
-        # A copy to CUDA need not be waited for. MPS would train on batches that have not arrived
-        # (pytorch #189690).
-        non_blocking = device.type == "cuda"
-        return tuple(part.to(device, non_blocking=non_blocking) for part in batch)
+        return copy_to(device, batch)
 
     # The parts of the above
 
@@ -236,62 +210,180 @@ class SplitDataModule(LightningDataModule):
         """Samples in a split that has been set up."""
         return len(self.splits[split])
 
-    def belongs_on(self, device: torch.device, dataset: Dataset[Any]) -> bool:
-        """Whether ``on_device`` keeps a split on this device.
-
-        Raises:
-            UserError: The user asks for it, and the dataset is not in memory.
-        """
-        if self.on_device is True:
-            if not isinstance(dataset, TensorRows):
-                needs = "--data.on_device true needs data in memory (TensorRows)"
-                raise UserError(f"{needs}, got {type(dataset).__name__}.")
-            return True
-        # Worker processes, where somebody asks for them, cannot use the device.
-        may = self.on_device == "auto" and device.type == "cuda" and not self.num_workers
-        if not may or not isinstance(dataset, TensorRows):
-            return False
-        memory = torch.cuda.get_device_properties(device).total_memory
-        return dataset.nbytes <= memory * SHARE_OF_DEVICE
-
     def _limited(self, split: Split, dataset: Any) -> Dataset[Any]:
         """The first samples of a split, as many as its ``*_samples`` says; a UserError where it has
         none.
         """
         maker = f"{type(self).__name__}.make_split('{split}')"
         require(len(dataset) > 0, maker, "hold a sample", "none")
-        limit = self.limits[split]
-        if limit is None or limit >= len(dataset):
-            return dataset
-        return part_of(dataset, torch.arange(limit))
+        return first_samples(dataset, self.limits[split])
 
     def _loader(self, split: Split, batch_size: int, **order: Any) -> DataLoader[Any]:
-        dataset = self.splits[split]
-        workers = self.num_workers
-        pin_memory = self.pin_memory
-        device = torch.device("cpu")
-        if self.trainer is not None:
-            device = self.trainer.strategy.root_device
-        if self.belongs_on(device, dataset):
-            dataset = dataset.holding(tensor.to(device) for tensor in dataset.tensors)
-            self.bytes_on_device[split] = dataset.nbytes
-            workers = 0
-            pin_memory = False
-        if workers is None:
-            # To gather a batch in memory is quicker than to ask another process for it.
-            workers = 0 if isinstance(dataset, GathersBatches) else torch.get_num_threads()
-        if pin_memory is None:
-            pin_memory = device.type == "cuda"
-        return DataLoader(
-            dataset,
-            batch_size=batch_size,
-            num_workers=workers,
-            pin_memory=pin_memory,
-            persistent_workers=workers > 0,
-            prefetch_factor=self.prefetch_factor if workers > 0 else None,
+        loader = make_loader(
+            self.splits[split],
+            batch_size,
+            self.trainer,
+            on_device=self.on_device,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            prefetch_factor=self.prefetch_factor,
             collate_fn=self.collate_function(),
             **order,
         )
+        self.bytes_on_device[split] = bytes_on_device(loader)
+        return loader
+
+
+def hold_out(dataset: Any, split: Split, share: float) -> Any:
+    """The part of a training set that is ``split``, "train" or "val": a fixed random ``share`` is
+    validation.
+    """
+    # The generator has a seed of its own, so that the split is the same in every run, on every
+    # rank, and whatever --seed_everything is.
+    fixed = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(dataset), generator=fixed)
+    held_out = max(1, round(len(dataset) * share))
+    chosen = order[:-held_out] if split == "train" else order[-held_out:]
+    # Sorted, because to read files or memory in order is several times faster. Training shuffles
+    # anyway.
+    return part_of(dataset, chosen.sort().values)
+
+
+def first_samples(dataset: Any, count: int | None) -> Any:
+    """The first samples of a dataset, at most so many; all of them where ``count`` is None."""
+    if count is None or count >= len(dataset):
+        return dataset
+    return part_of(dataset, torch.arange(count))
+
+
+def make_loader(
+    dataset: Any,
+    batch_size: int,
+    trainer: Trainer | None,
+    *,
+    on_device: bool | Literal["auto"] = "auto",
+    num_workers: int | None = None,
+    pin_memory: bool | None = None,
+    prefetch_factor: int = 2,
+    collate_fn: Callable[[Any], Any] | None = None,
+    **order: Any,
+) -> DataLoader[Any]:
+    """A loader whose batches reach the Trainer's device quickly.
+
+    Args:
+        dataset: :class:`TensorRows`, whose batches are gathered in one call, or another dataset.
+        batch_size: Samples per batch.
+        trainer: Its device is the one. None: the CPU.
+        on_device: Keep a dataset that is in memory (:class:`TensorRows`) on the device, and make
+            batches there. ``auto``: on CUDA, at most a tenth of its memory.
+        num_workers: Loader processes. Default: none for data in memory, else as many as there are
+            threads.
+        pin_memory: Page-locked batches. Default: with a CUDA device only.
+        prefetch_factor: Batches each worker prepares ahead.
+        collate_fn: Makes a batch of a list of samples. Default: PyTorch's way; a batch that was
+            gathered is one already.
+        order: Further arguments of DataLoader, such as ``shuffle``.
+
+    Raises:
+        UserError: ``on_device`` is true, and the dataset is not in memory.
+    """
+    device = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+    if belongs_on(device, dataset, on_device, num_workers):
+        dataset = dataset.holding(tensor.to(device) for tensor in dataset.tensors)
+        num_workers = 0
+        pin_memory = False
+    if num_workers is None:
+        # To gather a batch in memory is quicker than to ask another process for it.
+        num_workers = 0 if isinstance(dataset, GathersBatches) else torch.get_num_threads()
+    if pin_memory is None:
+        pin_memory = device.type == "cuda"
+    return DataLoader(
+        dataset,
+        batch_size=batch_size,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        persistent_workers=num_workers > 0,
+        prefetch_factor=prefetch_factor if num_workers > 0 else None,
+        collate_fn=collate_fn or collate,
+        **order,
+    )
+
+
+def belongs_on(
+    device: torch.device,
+    dataset: Any,
+    on_device: bool | Literal["auto"],
+    num_workers: int | None,
+) -> bool:
+    """Whether ``on_device`` keeps a dataset on this device.
+
+    Raises:
+        UserError: The user asks for it, and the dataset is not in memory.
+    """
+    if on_device is True:
+        if not isinstance(dataset, TensorRows):
+            needs = "--data.on_device true needs data in memory (TensorRows)"
+            raise UserError(f"{needs}, got {type(dataset).__name__}.")
+        return True
+    # Worker processes, where somebody asks for them, cannot use the device.
+    may = on_device == "auto" and device.type == "cuda" and not num_workers
+    if not may or not isinstance(dataset, TensorRows):
+        return False
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return dataset.nbytes <= memory * SHARE_OF_DEVICE
+
+
+def bytes_on_device(loader: DataLoader[Any]) -> int:
+    """Bytes of a loader's data that lie on a device: 0 where they are in the host's memory."""
+    dataset = loader.dataset
+    if isinstance(dataset, TensorRows) and dataset.device.type != "cpu":
+        return dataset.nbytes
+    return 0
+
+
+def copy_to(device: torch.device, batch: Any) -> Any:
+    """A batch of any structure on a device.
+
+    A tuple of tensors is copied directly: Lightning's search through nested collections costs more
+    than a small copy.
+    """
+    is_flat = isinstance(batch, (tuple, list))
+    if not is_flat or not all(isinstance(part, Tensor) for part in batch):
+        return move_data_to_device(batch, device)
+    # A copy to CUDA need not be waited for. MPS would train on batches that have not arrived
+    # (pytorch #189690).
+    non_blocking = device.type == "cuda"
+    return tuple(part.to(device, non_blocking=non_blocking) for part in batch)
+
+
+def is_same_on_all_ranks(value: Any, trainer: Trainer | None) -> bool:
+    """Whether every rank has the value that rank zero has. Every rank has to call it."""
+    if trainer is None:
+        return True
+    first = trainer.strategy.broadcast(value)
+    return trainer.strategy.reduce_boolean_decision(first == value)
+
+
+def check_loading(
+    sizes: Mapping[str, int | None],
+    prefetch_factor: int,
+    num_workers: int | None,
+    on_device: bool | Literal["auto"],
+) -> None:
+    """A UserError for options of a data module that cannot be.
+
+    Args:
+        sizes: By the names of their options, such as ``batch_size``. None: no size was given.
+        prefetch_factor: Batches each worker prepares ahead.
+        num_workers: Loader processes. None: as many as suit the data.
+        on_device: Whether to keep data on the device.
+    """
+    for name, size in {**sizes, "prefetch_factor": prefetch_factor}.items():
+        require(size is None or size >= 1, f"--data.{name}", "be at least 1", size)
+    most = f"be at most {MOST_BATCHES_AHEAD}"
+    is_bounded = prefetch_factor <= MOST_BATCHES_AHEAD
+    require(is_bounded, "--data.prefetch_factor", most, prefetch_factor)
+    check_workers(num_workers or 0, on_device)
 
 
 def check_workers(workers: int, on_device: bool | Literal["auto"]) -> None:

@@ -1,4 +1,4 @@
-"""MNIST's file format, IDX: a header of big-endian numbers, then bytes.
+"""Sets of images in IDX files, such as MNIST: a header of big-endian numbers, then bytes.
 
 Files are checked before they are used.
 """
@@ -7,17 +7,122 @@ import gzip
 import hashlib
 import math
 import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-
+from unbroken.data.downloads import download_into
+from unbroken.data.images import TensorImages
 from unbroken.errors import UserError, require
 
 # The first four bytes of a file say what it holds.
 IMAGES_MAGIC = 2051
 LABELS_MAGIC = 2049
+
+
+# The names of a set's files: those of the training set, and those of the test set
+PARTS = ("train", "t10k")
+IMAGES = "images-idx3-ubyte"
+LABELS = "labels-idx1-ubyte"
+
+
+@dataclass(frozen=True)
+class IdxSet:
+    """A set of four files in torchvision's layout, ``ROOT/SUBFOLDER/...``, plain or ``.gz``.
+
+    Attributes:
+        subfolder: Such as ``MNIST/raw``.
+        sha256: Of the decompressed files: training images and labels, test images and labels.
+            None: they are not compared.
+    """
+
+    subfolder: str
+    sha256: Sequence[str] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the four files, in the order of ``sha256``."""
+        return [f"{part}-{kind}" for part in PARTS for kind in (IMAGES, LABELS)]
+
+    def folder(self, root: str | Path) -> Path:
+        """The folder of the files: below ``root``, or where ``root`` is that folder itself or the
+        one above it.
+
+        Raises:
+            UserError: No system takes ``root`` for a path, as a checkpoint may hold it.
+        """
+        require("\0" not in str(root), "--data.root", "be a folder's name", repr(root))
+        absolute = Path(root).resolve()
+        for above in (absolute, *absolute.parents[:2]):
+            place = above / self.subfolder
+            if place.is_relative_to(absolute) and any(find_idx(place, name) for name in self.names):
+                return place
+        return Path(root) / self.subfolder
+
+    def missing(self, root: str | Path) -> list[str]:
+        """Names of the files that are not there."""
+        folder = self.folder(root)
+        return [name for name in self.names if find_idx(folder, name) is None]
+
+    def state(self, root: str | Path, otherwise: str = "") -> dict[str, Any]:
+        """Whether the files are there: ``found``, their ``folder``, and a ``text`` of one line,
+        which says ``otherwise`` where none is there.
+        """
+        folder = self.folder(root)
+        missing = self.missing(root)
+        text = f"found in {folder}"
+        if len(missing) == len(self.names):
+            text = f"not in {folder}{otherwise}"
+        elif missing:
+            text = f"incomplete in {folder}: {', '.join(missing)} missing"
+        return {"found": not missing, "folder": str(folder), "text": text}
+
+    def download(self, root: str | Path, fetch: Callable[[str], object]) -> str:
+        """Bring what is missing by ``fetch``, which downloads into a root that it is given. See
+        :func:`download_into`. Returns why that failed, in a few words, or nothing.
+        """
+        try:
+            download_into(self.folder(root), self.missing(root), fetch, self.subfolder)
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            return f" and the download failed ({reason})"
+        return ""
+
+    def read(self, root: str | Path, part: str) -> TensorImages:
+        """The images and labels of a part, "train" or "t10k", checked by their digests.
+
+        Raises:
+            UserError: A file is missing or damaged.
+        """
+        digests = {}
+        if self.sha256 is not None:
+            digests = dict(zip(self.names, self.sha256, strict=True))
+        return read_part(self.folder(root), part, digests)
+
+
+def read_part(
+    folder: Path,
+    part: str,
+    digests: Mapping[str, str] = {},
+) -> TensorImages:
+    """The images and labels of a folder's training ("train") or test files ("t10k"), checked by
+    their digests, where there are any.
+    """
+
+    def read(name: str) -> Tensor:
+        # Where there is no such file, the error names the plain one.
+        path = find_idx(folder, name) or folder / name
+        return read_idx(path, digests.get(name))
+
+    images = read(f"{part}-{IMAGES}")
+    labels = read(f"{part}-{LABELS}")
+    if len(images) != len(labels):
+        raise UserError(f"{folder}: {len(images)} {part} images but {len(labels)} labels.")
+    return TensorImages(images, labels)
 
 
 def find_idx(folder: Path, name: str) -> Path | None:
@@ -38,7 +143,7 @@ def read_idx(path: Path, sha256: str | None = None) -> Tensor:
         UserError: It cannot be read, it is damaged, or its decompressed bytes have another digest
             than ``sha256``.
     """
-    fix = f" Delete {path} and run again to fetch it anew, or use --data.source sample."
+    fix = f" Delete {path} and run again to fetch it anew."
     data = decompressed(path, fix)
     magic = number_at(data, 0)
     is_known = magic in (IMAGES_MAGIC, LABELS_MAGIC)

@@ -10,9 +10,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 from torch.utils.data import default_collate
-from torchvision.transforms import v2
-
-from unbroken.data.augmentation import as_unit_floats, random_deformation, random_shift
+from unbroken.data.augmentation import random_changes, transformed
 from unbroken.data.base import SplitDataModule, TensorRows
 from unbroken.errors import require
 
@@ -88,7 +86,8 @@ class BatchedDataModule(SplitDataModule):
     mean: list[float] = [0.5]  # per channel, of images scaled to 0-1
     std: list[float] = [0.5]
     image_shape: tuple[int, int, int] = (1, 28, 28)  # channels, height, width
-    class_names: list[str] = [str(digit) for digit in range(10)]  # empty if targets are no classes
+    # Empty if targets are no classes
+    class_names: list[str] = [str(number) for number in range(10)]
 
     def __init__(
         self,
@@ -117,16 +116,8 @@ class BatchedDataModule(SplitDataModule):
         A resumed run restores torch's global generator, which ``torch.rand(...,
         device=images.device)`` uses.
         """
-        if self.shifts_whole_pixels_alone(images):
-            return random_shift(images, int(self.shift_pixels))
-        return random_deformation(
-            as_unit_floats(images),
-            self.rotate_degrees,
-            self.scale_fraction,
-            self.shear_degrees,
-            self.shift_pixels,
-            self.elastic_pixels,
-        )
+        amounts = {name: getattr(self, name) for name in AUGMENTATIONS}
+        return random_changes(images, **amounts)
 
     # What Lightning calls
 
@@ -180,20 +171,6 @@ class BatchedDataModule(SplitDataModule):
     def collate_function(self) -> Callable[[Any], Any]:
         return partial(collate_images, image_shape=self.image_shape)
 
-    def shifts_whole_pixels_alone(self, images: Tensor) -> bool:
-        """Whether the augmentation is a shift by whole pixels, which needs no interpolation, and
-        nothing else.
-        """
-        others = (
-            self.rotate_degrees,
-            self.scale_fraction,
-            self.shear_degrees,
-            self.elastic_pixels,
-        )
-        shift = self.shift_pixels
-        fits = 0 <= shift <= min(images.shape[-2:])
-        return not any(others) and fits and float(shift).is_integer()
-
     def refuse_beside_masks(self, names: Sequence[str], images: Tensor, targets: Any) -> None:
         """A UserError where one of these arguments changes images (batch, channels, height, width)
         whose targets are (..., height, width): a mask would no longer lie on its image.
@@ -212,14 +189,7 @@ class BatchedDataModule(SplitDataModule):
     def transformed(self, images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Training images (batch, ...) and their targets after the user's ``transforms``."""
         self.refuse_beside_masks(["transforms"], images, targets)
-        for transform in self.transforms:
-            images = as_unit_floats(images)
-            if isinstance(transform, (v2.MixUp, v2.CutMix)):
-                images, targets = transform(images, targets)
-            else:
-                # Called on a batch, a random transform would do the same to all of its images.
-                images = torch.stack([transform(image) for image in images])
-        return images, targets
+        return transformed(images, targets, self.transforms)
 
     def check_labels(self, split: str, labels: Tensor) -> None:
         """A UserError for class numbers (count,) without a name; they would be an index error in

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
-
 from unbroken.holding.bounds import DEEPEST, LONGEST, MOST_OBJECTS
 
 # What every module has. The walk goes on through a module's own attributes and its layers.
@@ -81,8 +80,9 @@ def held_by(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, each with a name: entries of a list or dictionary, else attributes."""
     if isinstance(value, dict):
         if len(value) <= LONGEST:
-            for place, (key, each) in enumerate(value.items()):
-                yield label(key, place), each
+            yield from (
+                (label(key, place), each) for place, (key, each) in enumerate(value.items())
+            )
     elif isinstance(value, ROWS):
         if len(value) <= LONGEST:
             yield from ((str(place), each) for place, each in enumerate(value))

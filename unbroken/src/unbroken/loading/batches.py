@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils import data
-
 from unbroken import contract
 from unbroken.errors import UserError
 from unbroken.loading.passes import Passes, Start

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.utils import data
 from torch.utils.data import DataLoader
-
 from unbroken import contract
 from unbroken.lightning_internals import iterator_of
 from unbroken.loading.batches import ExactBatches, Request, equally_many

@@ -9,7 +9,6 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
-
 from unbroken import contract
 from unbroken.errors import UserError
 from unbroken.loading.batches import ExactBatches
@@ -176,6 +175,7 @@ class ExactLoading:
         """
         number = len(self.training)
         if number == len(self.seeds):
+            assert self.seed is not None, "settle_seed comes first"
             own = hash((self.seed, number)) % 2**32 if number else self.seed
             mine = seeds_of(loader, own)
             self.seeds.append(Seeds(*of_rank_zero(mine)))

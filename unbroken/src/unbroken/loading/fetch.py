@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
-
 from unbroken import contract
 from unbroken.loading.batches import Request
 from unbroken.loading.own_generators import generators_in, seed_them

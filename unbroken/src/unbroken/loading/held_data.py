@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import data
-
 from unbroken.loading.samplers import is_stream, samplers_within, source_of
 
 # Entries that are looked at of everything that has one for each sample, evenly spaced.

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from unbroken.holding.walk import Place, children_of, walk
 
 KINDS = (

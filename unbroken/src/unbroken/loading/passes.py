@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.seed import isolate_rng
-
 from unbroken.loading.seeding import Seeds
 
 

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
-
 from unbroken.loading.passes import Start
 from unbroken.loading.samplers import has_state, is_stream
 from unbroken.loading.watched_loader import WatchedLoader

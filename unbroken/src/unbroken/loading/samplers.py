@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader, DistributedSampler
-
 from unbroken import contract
 
 # These draw from torch's generator only, which is seeded here.

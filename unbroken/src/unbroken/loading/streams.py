@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils import data
 from torch.utils.data import DataLoader
-
 from unbroken.loading.exact_loader import KEPT
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.loading.seeding import seed_generators

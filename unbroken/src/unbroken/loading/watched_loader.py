@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
-
 from unbroken import contract
 from unbroken.lightning_internals import iterator_of
 from unbroken.loading.own_generators import generators_in, seed_them

@@ -14,7 +14,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.utils import data
-
 from unbroken.lightning_internals import queues_to_workers, tell_what_cannot_be_sent
 
 # The iterators of loaders with workers, and the queues of each. See :func:`iterate`.

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning.pytorch.loggers import Logger
-
 from unbroken.cli.cli import Configuration
 from unbroken.cli.trackers import MadeInRunFolder
 from unbroken.cli.trainer_flags import as_list

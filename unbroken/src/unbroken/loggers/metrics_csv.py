@@ -13,7 +13,6 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
 from unbroken.errors import UserError
 from unbroken.loggers.followers import FollowsRows
 from unbroken.storage.files import write_atomically

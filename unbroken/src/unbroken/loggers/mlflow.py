@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
-
 from unbroken.errors import UserError
 from unbroken.loggers.followers import Row, WholeRows, keep_name, name_in_tracker
 from unbroken.loggers.patience import failure_within

@@ -8,7 +8,6 @@ from pathlib import Path
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
-
 from unbroken.loggers.followers import Row, WholeRows
 from unbroken.results.run_result import RunResult
 from unbroken.run_folder import RunFolder

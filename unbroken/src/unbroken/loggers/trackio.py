@@ -13,7 +13,6 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
-
 from unbroken.errors import UserError
 from unbroken.loggers.followers import Row, WholeRows, keep_name, last_steps, name_in_tracker
 from unbroken.loggers.patience import failure_within

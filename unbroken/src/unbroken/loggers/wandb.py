@@ -27,7 +27,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import Logger, WandbLogger
 from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
 from unbroken import contract
 from unbroken.checkpoint.following import Best
 from unbroken.errors import UserError, require

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
 from unbroken.machine import threads
 
 GIB = 1024**3

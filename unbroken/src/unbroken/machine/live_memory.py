@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 from unbroken.lightning_internals import results_of_operations
 from unbroken.machine.hardware import GIB
 

@@ -38,7 +38,7 @@ from pathlib import Path
 
 # This variable holds a thread count that was chosen here. Where it equals OMP_NUM_THREADS, the user
 # chose nothing.
-OURS = "PROJECT_OMP_NUM_THREADS"
+OURS = "UNBROKEN_OMP_NUM_THREADS"
 
 # mallopt's numbers for two of its settings, from glibc's malloc.h.
 M_TRIM_THRESHOLD = -1

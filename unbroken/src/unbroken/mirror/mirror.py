@@ -68,6 +68,8 @@ class Mirror:
         self._folder = Path()
         # Whether the local folder has what the mirror has
         self.was_asked = False
+        # Whether the run of the local folder is the one that the mirror has
+        self.holds_run = False
 
     # The start
 
@@ -128,6 +130,7 @@ class Mirror:
 
     def _bring(self, store: Store, run_id: str) -> list[str]:
         saves = saves_in(store)
+        self.holds_run = bool(saves)
         if not saves and not is_mirrored(store):
             return []
         if run_id:

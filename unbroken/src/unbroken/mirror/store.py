@@ -15,7 +15,6 @@ from typing import IO, Any
 
 import fsspec
 from fsspec.core import url_to_fs
-
 from unbroken.errors import UserError, nearest, without_control_characters
 from unbroken.mirror.manifest import LONGEST
 

@@ -15,7 +15,6 @@ from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-
 from unbroken.loading.log_steps import SHARDING
 
 # By the first word of Trainer(precision=...): the type in which matrix products are computed.

@@ -15,7 +15,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
-
 from unbroken import contract
 from unbroken.errors import is_out_of_memory
 from unbroken.loading.log_steps import is_log_step, is_optimizer_step, log_values

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-
 from unbroken.errors import UserError
 from unbroken.lightning_internals import memory_history
 from unbroken.stopping.ranks import say

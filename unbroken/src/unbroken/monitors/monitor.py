@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lightning.pytorch import Callback
-
 from unbroken.stopping.ranks import of_all_ranks
 
 Arguments = ParamSpec("Arguments")

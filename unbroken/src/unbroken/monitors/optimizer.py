@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
-
 from unbroken.loading.log_steps import SHARDING, is_due, log_values
 from unbroken.monitors.monitor import Monitor, never_ends_the_run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from lightning.pytorch import Trainer
-
 from unbroken import contract
 from unbroken.machine.hardware import GIB
 

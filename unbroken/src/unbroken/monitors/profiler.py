@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.autograd import DeviceType
 from torch.autograd.profiler_util import EventList
 from torch.profiler import profile, record_function, schedule, tensorboard_trace_handler
-
 from unbroken.errors import require
 from unbroken.lightning_internals import profiled_module, surround_calls
 

@@ -1,7 +1,6 @@
 """Says in a run's first lines what half precision costs on this CPU."""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-
 from unbroken.machine import hardware
 from unbroken.results.run_result import RunResult
 from unbroken.stopping.ranks import say

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
-
 from unbroken.monitors.monitor import Monitor, never_ends_the_run
 from unbroken.results.run_result import Mistake, RunResult
 

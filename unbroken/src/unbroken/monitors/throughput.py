@@ -16,7 +16,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
-
 from unbroken import contract
 from unbroken.loading.log_steps import is_log_step, is_optimizer_step, log_values, synchronize
 from unbroken.monitors.flops import mfu_per_sample_per_sec

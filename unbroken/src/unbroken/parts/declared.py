@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-
 from unbroken.parts.held import Held
 from unbroken.parts.plain_values import copied, is_plain, like
 

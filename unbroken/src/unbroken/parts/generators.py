@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-
 from unbroken.loading.own_generators import restore, state_of
 from unbroken.parts.held import Held
 from unbroken.parts.part import Part

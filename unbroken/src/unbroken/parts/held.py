@@ -33,7 +33,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric
-
+from unbroken import contract
 from unbroken.holding import walk
 from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF_DATA
 from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
@@ -180,10 +180,11 @@ class _Look:
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         lightnings = [*trainer.optimizers, *schedules, *everyone, *trainer.loggers, data]
-        self.named = list(module.named_modules())
         # What Lightning saves itself, and what is read for the training and its evaluations.
-        self.seen_to = {id(each) for each in (*lightnings, *module.parameters())}
-        self.seen_to |= {id(each) for _, each in self.named}
+        self.seen_to = {id(each) for each in lightnings}
+        self.named = list(module.named_modules())
+        self.layers = {id(each) for _, each in self.named}
+        self.weights = {id(each) for each in module.parameters()}
         self.optimizer_states = {id(each.state) for each in trainer.optimizers}
         self.read = _read_by(trainer)
 
@@ -219,7 +220,7 @@ class _Look:
     def callbacks(self) -> None:
         of_class: Counter[str] = Counter()
         places: list[Place] = []
-        # As Lightning has it, a callback's state_dict says what it keeps.
+        # A callback keeps what its state_dict says, as Lightning has it.
         inside = Inside(keeps=False, tells=False)
         for callback in users_callbacks(self.trainer):
             kind = type(callback).__qualname__
@@ -244,7 +245,7 @@ class _Look:
             if draws_from_a_state(value):
                 self.held.generators[name] = value
             return []
-        if id(value) in self.seen_to:
+        if self._is_kept_elsewhere(value):
             return []
         if isinstance(value, nn.Module | nn.Parameter):
             return self._hidden_module(place)
@@ -252,11 +253,23 @@ class _Look:
             return self._container(place)
         if id(value) in self.read or isinstance(value, Dataset | Sampler | DataLoader):
             return self._part_of_data(place)
-        if type(value).__module__.startswith((*MACHINERY, *NOT_THE_USERS)):
-            return []
         if declares_state(value):
             return self._declared(place)
-        return self._object(place)
+        if isinstance(value, Callback):
+            within = inside._replace(keeps=False, tells=False)
+            return self._attributes(name, value, within, depth)
+        if inside.keeps and is_object(value):
+            return self._owner(name, value, inside, depth)
+        return self._foreign(place)
+
+    def _is_kept_elsewhere(self, value: Any) -> bool:
+        """Whether Lightning or another part keeps an object, or there is nothing to keep of it."""
+        if id(value) in self.seen_to or id(value) in self.layers or id(value) in self.weights:
+            return True
+        if isinstance(value, contract.KeepsSums):
+            return True
+        is_read = id(value) in self.read
+        return not is_read and type(value).__module__.startswith((*MACHINERY, *NOT_THE_USERS))
 
     def _owner(
         self, name: str, owner: Any, inside: Inside, depth: int, only_singles: bool = False
@@ -367,28 +380,23 @@ class _Look:
         return self._attributes(name, value, within, depth)
 
     def _optimizer(self, name: str, optimizer: Any, inside: Inside, depth: int) -> list[Place]:
-        """A state dict of torch's optimizers lacks what a subclass keeps in attributes."""
+        """The state dict that torch makes of an optimizer lacks what a subclass keeps in attributes."""
         if inside.keeps and is_not_overridden(optimizer, Optimizer):
             return self._owner(name, optimizer, inside, depth)
         within = inside._replace(keeps=False, tells=False, takes=False)
         return self._attributes(name, optimizer, within, depth)
 
     def _schedule(self, name: str, schedule: Any, inside: Inside, depth: int) -> list[Place]:
-        """A state dict of torch's schedules has all attributes, and objects in them as they are."""
+        """The state dict that torch makes of a schedule has its attributes, but no state of objects
+        in them.
+        """
         takes = inside.takes and is_not_overridden(schedule, LRScheduler)
         within = inside._replace(keeps=False, tells=False, takes=takes)
         return self._attributes(name, schedule, within, depth)
 
-    def _object(self, place: Place) -> list[Place]:
-        """An object without a state. Of a package's, attributes are not kept, but what it holds may
-        be.
-        """
+    def _foreign(self, place: Place) -> list[Place]:
+        """An object of a package. What it keeps is not kept, but what it holds may be."""
         name, value, depth, inside = place
-        if isinstance(value, Callback):
-            within = inside._replace(keeps=False, tells=False)
-            return self._attributes(name, value, within, depth)
-        if inside.keeps and is_object(value):
-            return self._owner(name, value, inside, depth)
         inside = inside._replace(attribute=inside.attribute or name)
         if not hasattr(value, "__dict__") and not walk.names_of_slots(type(value)):
             self._tell(name, Identity(value), inside)
@@ -434,7 +442,7 @@ def _read_by(trainer: Trainer) -> set[int]:
 
 
 def declares_state(value: Any) -> bool:
-    """Whether an object offers a state and takes it back. Its class is asked for both."""
+    """Whether an object offers a state and takes it back; its class is asked."""
     kind = type(value)
     offers = (getattr(kind, "state_dict", None), getattr(kind, "load_state_dict", None))
     # Lightning gives every callback and data module one that is empty.

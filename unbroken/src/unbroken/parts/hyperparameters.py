@@ -7,7 +7,6 @@ import torch
 from lightning.pytorch import Trainer
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-
 from unbroken.parts.declared import plain_state
 from unbroken.parts.part import Part
 

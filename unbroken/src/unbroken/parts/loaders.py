@@ -3,7 +3,6 @@
 from typing import Any
 
 from lightning.pytorch import Trainer
-
 from unbroken.loading import ExactLoading
 from unbroken.parts.part import Part
 

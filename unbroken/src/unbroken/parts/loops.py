@@ -3,7 +3,6 @@
 from typing import Any, Literal
 
 from lightning.pytorch import Trainer
-
 from unbroken import lightning_internals
 from unbroken.parts.part import Part
 

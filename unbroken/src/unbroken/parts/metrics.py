@@ -1,15 +1,15 @@
 """Sums of metrics that are not finished yet, and values that were logged."""
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor
 from torchmetrics import Metric, MetricTracker
-
 from unbroken import contract, lightning_internals
 from unbroken.parts.part import Part
 from unbroken.stopping.ranks import say
@@ -18,21 +18,40 @@ PYTHONS_REDUCTIONS = {"max": max, "min": min, "sum": sum}
 
 
 class ModuleSums(Part):
-    """The sums that a module keeps outside of torchmetrics and ``self.log``.
+    """The sums that a module, or an object in an attribute of it, keeps outside of torchmetrics and
+    ``self.log``.
 
     See :class:`contract.KeepsSums`.
     """
 
     name = "module"
 
-    def take(self, trainer: Trainer) -> dict[str, Tensor]:
+    def take(self, trainer: Trainer) -> dict[str, Any]:
         module = trainer.lightning_module
-        return module.metric_state() if isinstance(module, contract.KeepsSums) else {}
+        sums: dict[str, Any] = {}
+        if isinstance(module, contract.KeepsSums):
+            sums |= module.metric_state()
+        for name, keeper in keepers_in_attributes(module):
+            sums[name] = keeper.metric_state()
+        return sums
 
-    def give_back(self, trainer: Trainer, value: dict[str, Tensor]) -> None:
+    def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
         module = trainer.lightning_module
-        if value and isinstance(module, contract.KeepsSums):
-            module.load_metric_state(value)
+        own = dict(value)
+        for name, keeper in keepers_in_attributes(module):
+            if name in own:
+                keeper.load_metric_state(own.pop(name))
+        if own and isinstance(module, contract.KeepsSums):
+            module.load_metric_state(own)
+
+
+def keepers_in_attributes(module: LightningModule) -> Iterator[tuple[str, contract.KeepsSums]]:
+    """The objects in attributes of a module that keep sums, each with its name in a checkpoint. It
+    begins with a dot, unlike the names of the module's own sums.
+    """
+    for name, value in vars(module).items():
+        if isinstance(value, contract.KeepsSums):
+            yield f".{name}", value
 
 
 class MetricStates(Part):
@@ -40,7 +59,7 @@ class MetricStates(Part):
 
     Torchmetrics' own ``metric_state`` lacks what a wrapper counts or keeps for itself, such as a
     minimum so far. Numbers, texts and lists that a metric keeps in plain attributes are of
-    :class:`unbroken.parts.attributes.PlainAttributes`.
+    :class:`unbroken.parts.undeclared.attributes.PlainAttributes`.
     """
 
     name = "metrics"

@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-
 from unbroken import lightning_internals
 from unbroken.parts.part import Part
 from unbroken.tensors.same_values import is_same

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-
 from unbroken.errors import UserError
 from unbroken.holding.bounds import LARGEST_ARRAY_BYTES, MOST_TEXTS
 from unbroken.tensors.same_values import is_same

@@ -3,7 +3,6 @@
 from typing import Protocol
 
 from lightning.pytorch import Trainer
-
 from unbroken.parts.part import Part
 
 

@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
-
 from unbroken.parts.held import Held
 
 # Names that a line tells.

@@ -7,7 +7,6 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
-
 from unbroken.parts.declared import DeclaredStates
 from unbroken.parts.generators import OwnGenerators
 from unbroken.parts.held import held_by_users

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
 from unbroken.results.run_result import RunResult
 from unbroken.storage.files import write_atomically
 

@@ -14,7 +14,6 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
-
 from unbroken.results.run_result import Series
 
 STYLE = Path(__file__).with_name("report.mplstyle")

@@ -12,7 +12,6 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
-
 from unbroken.loggers.panels import PANELS, PARTS
 from unbroken.report.charts import amounts, confusion_matrix, curves, draw, shortened
 from unbroken.results.run_result import RunResult, Series

@@ -19,7 +19,6 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.nn.parameter import is_lazy
-
 from unbroken import contract
 from unbroken.machine.hardware import cpu
 from unbroken.machine.waiting import waiting

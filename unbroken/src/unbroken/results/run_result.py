@@ -13,7 +13,6 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-
 from unbroken.results.facts import Summary
 from unbroken.tables import is_number, read_rows
 

@@ -12,7 +12,6 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
-
 from unbroken.cli.cli import Configuration
 from unbroken.stopping.ranks import say
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
-
 from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.cli.cli import Configuration
 from unbroken.cli.program import Program

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from lightning.pytorch import Trainer
-
 from unbroken import ExactCheckpoint, contract
 from unbroken.cli.cli import Configuration
 from unbroken.cli.plain_values import dump_yaml

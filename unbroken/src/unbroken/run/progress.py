@@ -17,7 +17,6 @@ import psutil
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ProgressBar, Timer
 from tqdm import tqdm  # type: ignore[import-untyped]
-
 from unbroken import contract
 from unbroken.machine.waiting import waiting
 from unbroken.results.facts import Summary, device_name, parameter_count, training_samples

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-
 from unbroken import contract
 from unbroken.cli.plain_values import dump_yaml
 from unbroken.results.facts import command_line, git, versions

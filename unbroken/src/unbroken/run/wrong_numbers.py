@@ -9,7 +9,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-
 from unbroken.results.run_result import RunResult
 from unbroken.stopping.ranks import say
 

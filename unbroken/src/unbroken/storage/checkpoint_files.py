@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
-import os
-import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -20,13 +17,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-
 from unbroken.errors import UserError, without_control_characters
 from unbroken.parts.module import SPARSE, device_of, give_plain_buffers, make_buffer
 from unbroken.stopping.ranks import say
-from unbroken.storage import own_runs
-from unbroken.storage.bounded_reading import TooMuch, unpack
-from unbroken.storage.files import write_atomically
+from unbroken.storage.files import written_atomically
+from unbroken.trust import keys
+from unbroken.trust.torch_file import Foreign, TooMuch, read_file
 
 MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple, set, torch.Size)
@@ -39,6 +35,8 @@ RUN_KEY = "run"
 CHOSEN = "chosen"
 # The names of entries that were left out, in what this project adds.
 LEFT_OUT = "left_out"
+# How a seal begins that is over all of a checkpoint
+SEAL_OF_ALL = "all:"
 
 
 def record_in(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -62,12 +60,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self) -> None:
         self._is_proved = False
-        # A run that goes on from a stranger's file does not vouch for what it took over.
-        self._vouches = True
         # Entries that Lightning restores itself, beside its usual ones. A run cannot do without.
         self.restored: set[str] = set()
         # What the engine has added to the checkpoint that is saved now. None: it has added nothing.
         self.record: dict[str, Any] | None = None
+        # Takes a plain checkpoint and its path in the place of writing it here. None: it is written
+        # when :meth:`save_checkpoint` returns.
+        self.hand_over: Callable[[dict[str, Any], Path], None] | None = None
         self._has_told_left_out = False
 
     def save_checkpoint(
@@ -86,18 +85,25 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             )
         make_hyperparameters_plain(checkpoint)
         self._make_plain(checkpoint)
+        if self.hand_over is not None:
+            self.hand_over(checkpoint, target)
+        else:
+            self.write(checkpoint, target)
+
+    def write(self, checkpoint: dict[str, Any], target: Path) -> None:
+        """Write a plain checkpoint, which nobody changes meanwhile.
+
+        Raises:
+            NotWritten: The disk has no room, or does not answer as it should.
+            UserError: The file could not be read again.
+        """
         if record_in(checkpoint):
-            sign(checkpoint, self._vouches)
-        buffer = io.BytesIO()
-        try:
-            torch.save(checkpoint, buffer)
-        except (MemoryError, RuntimeError) as error:
-            # As a UserError it becomes known to every rank, as what writing raises does.
-            raise UserError(f"{path} could not be saved: {type(error).__name__} {error}") from error
-        if not self._is_proved:
-            prove_it_can_be_read(buffer, target)
-            self._is_proved = True
-        write_atomically(buffer.getbuffer(), target)
+            sign(checkpoint)
+        with written_atomically(target) as beside:
+            save_to(checkpoint, beside)
+            if not self._is_proved:
+                prove_it_can_be_read(beside, target)
+                self._is_proved = True
 
     def _make_plain(self, checkpoint: dict[str, Any]) -> None:
         """Let a checkpoint hold plain values only.
@@ -129,49 +135,85 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """What Lightning restores: the contents, without states of callbacks whose paths leave the
-        run's folder.
+        """What Lightning restores. A training keeps it, and the file may be replaced meanwhile: it
+        is in memory.
         """
-        checkpoint = read(Path(path))
-        own = is_own(checkpoint)
-        # Once it has taken over a stranger's, it never vouches again.
-        self._vouches = self._vouches and own
-        if not own:
-            say(*drop_states_that_leave(checkpoint, Path(path)))
-        return checkpoint
+        return read(Path(path), mapped=False)
 
 
-def sign(checkpoint: dict[str, Any], vouches: bool) -> None:
-    """Add what tells later whether the file was changed and, where the run ``vouches`` for it, that
-    it is the user's.
-    """
+def sign(checkpoint: dict[str, Any]) -> None:
+    """Add what tells later whether the file was changed, and that it is the user's."""
     run = checkpoint[RUN_KEY]
     state = run.get("state")
     if state:
         state["outline"] = outline(checkpoint)
-    run["seal"] = own_runs.seal(_sealed(checkpoint)) if vouches else None
+    run["seal"] = None
+    seal = keys.seal(_sealed(checkpoint))
+    if seal is not None:
+        run["seal"] = SEAL_OF_ALL + seal
 
 
 def is_own(checkpoint: dict[str, Any]) -> bool:
-    """Whether a run of this user on this machine wrote the configuration and the callbacks' texts
-    of a checkpoint.
+    """Whether a run with a key of this user wrote a checkpoint, and nothing but the values of
+    tensors was changed since.
     """
-    run = record_in(checkpoint)
-    return bool(run) and own_runs.is_sealed(_sealed(checkpoint), run.get("seal"))
+    found = record_in(checkpoint).get("seal")
+    if not isinstance(found, str):
+        return False
+    if found.startswith(SEAL_OF_ALL):
+        return keys.is_sealed(lambda: _sealed(checkpoint), found.removeprefix(SEAL_OF_ALL))
+    # Older versions sealed the configuration, and the texts of callbacks and attributes.
+    return keys.is_sealed(lambda: _sealed_before(checkpoint), found)
 
 
-def _sealed(checkpoint: dict[str, Any]) -> list[Any]:
-    """The parts that may name a class or a path."""
-    texts = [
-        (place, leaf)
-        for place, leaf in _leaves(checkpoint.get("callbacks"))
-        if isinstance(leaf, str)
-    ]
-    for attributes in _attributes_in(checkpoint):
-        for place, leaf in _leaves(attributes):
-            if isinstance(leaf, str) and not place.startswith("a key of"):
-                texts.append((place, leaf))
-    return [checkpoint[RUN_KEY].get("config"), texts]
+def without_states(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """What is used of a stranger's checkpoint: no states of callbacks, loops, optimizers and
+    attributes.
+    """
+    kept = {key: value for key, value in checkpoint.items() if key not in STATES}
+    run = {key: value for key, value in record_in(checkpoint).items() if key != "state"}
+    return kept | {RUN_KEY: run, "loops": {}}
+
+
+def _sealed(checkpoint: dict[str, Any]) -> Iterator[str]:
+    """All that is no tensor, in pieces of one text."""
+    run = {**checkpoint[RUN_KEY], "seal": None}
+    yield from _pieces({**checkpoint, RUN_KEY: run})
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    kind = type(value)
+    if kind in MAPPINGS:
+        yield f"{kind.__name__}{len(value)}:"
+        for key, item in value.items():
+            yield from _pieces(key)
+            yield from _pieces(item)
+    elif kind in SEQUENCES:
+        yield f"{kind.__name__}{len(value)}:"
+        for item in sorted(value, key=repr) if kind is set else value:
+            yield from _pieces(item)
+    elif isinstance(value, Tensor):
+        yield f"{value.dtype}{list(value.shape)}"
+    else:
+        yield f"{value!r},"
+
+
+def _sealed_before(checkpoint: dict[str, Any]) -> Iterator[str]:
+    yield f"[{checkpoint[RUN_KEY].get('config')!r}, ["
+    between = ""
+    for place, text in _texts_of_states(checkpoint):
+        yield f"{between}{(place, text)!r}"
+        between = ", "
+    yield "]]"
+
+
+def _texts_of_states(checkpoint: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    states = [(checkpoint.get("callbacks"), True)]
+    states += [(attributes, False) for attributes in _attributes_in(checkpoint)]
+    for state, has_keys in states:
+        for place, leaf in _leaves(state):
+            if isinstance(leaf, str) and (has_keys or not place.startswith("a key of")):
+                yield place, leaf
 
 
 def _attributes_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
@@ -191,10 +233,54 @@ def _attributes_in(checkpoint: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
-def prove_it_can_be_read(buffer: io.BytesIO, path: Path) -> None:
-    """A UserError if the file that would be written could not be used."""
+def save_to(checkpoint: dict[str, Any], path: Path) -> None:
+    """Write a checkpoint straight to a file: no second copy of it is made in memory.
+
+    Raises:
+        OSError: The disk has no room, or fails.
+        UserError: There is no memory for it.
+    """
+    with open(path, "wb", buffering=0) as file:
+        whole = WholeWrites(file)
+        try:
+            torch.save(checkpoint, whole)
+        except (MemoryError, RuntimeError) as error:
+            if whole.failure is not None:
+                raise whole.failure from error
+            # As a UserError it becomes known to every rank, as what writing raises does.
+            raise UserError(f"{path} could not be saved: {type(error).__name__} {error}") from error
+
+
+class WholeWrites:
+    """A file as torch.save takes it, whose writes are whole: the system may write a part only.
+
+    PyTorch's writer turns an error of the file's into one of its own, which names no reason. So it
+    is kept here.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``; returns its bytes."""
+        rest = memoryview(data).cast("B")
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.failure = error
+            raise
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing: what was written is with the system."""
+
+
+def prove_it_can_be_read(written: Path, path: Path) -> None:
+    """A UserError if the file that was written beside ``path`` could not be used."""
     try:
-        unpack(buffer, len(buffer.getbuffer()))
+        read_file(written)
     except Exception as error:
         if isinstance(error, MemoryError) or "t allocate memory" in str(error):
             # There is no room for a second copy. That says nothing about the file.
@@ -286,8 +372,11 @@ def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
         raise NotPlain(f"{place} is a nested tensor, which would not load again.")
     # An expanded tensor says that it is larger than what it stores. Such a file would be refused.
     if is_expanded(tensor):
-        return tensor.contiguous()
-    return tensor
+        tensor = tensor.contiguous()
+    # A view that negates or conjugates as it is read, and attributes of a tensor, are no plain
+    # values.
+    tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.detach() if vars(tensor) else tensor
 
 
 def is_expanded(tensor: Tensor) -> bool:
@@ -319,14 +408,14 @@ class Unreadable(UserError):
     """The system cannot read a file now: no permission, no memory, a lost network drive."""
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path, check_sums: bool = False, mapped: bool = True) -> dict[str, Any]:
     """A checkpoint's contents, on the CPU; nothing in it is executed. A UserError where it is
-    damaged, or is none.
+    damaged, or is none. For the arguments see :func:`unbroken.trust.torch_file.read_file`.
     """
     if not path.is_file():
         raise UserError(f"--ckpt_path: there is no checkpoint {path}.")
     try:
-        checkpoint = unpack(path, path.stat().st_size)
+        checkpoint = read_file(path, check_sums, mapped)
     except Exception as error:
         raise _unusable(path, error) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
@@ -339,16 +428,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _unusable(path: Path, error: Exception) -> UserError:
-    # zipfile and torch raise an OSError without a number for a truncated file. With one, it may be
-    # whole.
     has_number = isinstance(error, OSError) and error.errno is not None
     if isinstance(error, MemoryError) or has_number:
         reason = getattr(error, "strerror", None) or "not enough memory"
         return Unreadable(
             f"--ckpt_path {path} cannot be read now: {reason}. Mend that and try again."
         )
-    # torch's own message advises weights_only=False, which would run the code in a malicious file.
-    if "eights only" in str(error) or "eights_only" in str(error):
+    if isinstance(error, Foreign):
         danger = (
             "pickled Python objects, which could run code; it was refused and nothing in it was run"
         )
@@ -377,7 +463,7 @@ def read_or_reason(path: Path) -> tuple[dict[str, Any], str | None]:
     raised: it may be whole.
     """
     try:
-        return read(path), None
+        return read(path, check_sums=True), None
     except Unreadable:
         raise
     except UserError as error:
@@ -427,12 +513,8 @@ CHOICES: dict[str, Any] = {
     # With so many ranks that many threads were chosen.
     "ranks": int,
 }
-# Words of names under which callbacks and modules keep paths
-NAMES_OF_PATHS = {
-    *("dir", "dirs", "dirpath", "directory", "rootdir", "workdir"),
-    *("path", "paths", "filepath", "filepaths", "root", "folder", "folders"),
-    *("file", "files", "filename", "filenames", "logfile"),
-}
+# Entries that a resume alone needs
+STATES = ("callbacks", "optimizer_states", "lr_schedulers", "loops")
 SECTIONS: dict[str, Any] = dict.fromkeys(("model", "data", "trainer"), (dict, type(None)))
 RESTORED = ("loops", "optimizer_states", "lr_schedulers")
 
@@ -443,7 +525,7 @@ def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
     file is unusable, not written by this project, or changed since (``to_resume``: also in what
     :func:`outline` tells apart).
     """
-    checkpoint = read(path)
+    checkpoint = read(path, check_sums=True)
     run = record_in(checkpoint)
     if "config" not in run:
         raise UserError(
@@ -505,82 +587,6 @@ def _leaves(value: Any, where: str = "", with_places: bool = True) -> Iterator[t
         yield where, value
 
 
-def drop_states_that_leave(checkpoint: dict[str, Any], path: Path) -> list[str]:
-    """Remove the states of callbacks that name a path outside of the run's folder, and attributes
-    of the module that do; returns a line for each.
-
-    Callbacks write, move and delete what their state names: a ModelCheckpoint removes its worst
-    file. Only what lies inside the folder of the checkpoint may be named, and only if that is a
-    run's folder.
-    """
-    lines = []
-    for attributes in _attributes_in(checkpoint):
-        for name in list(attributes):
-            if _names_path_outside(attributes[name], path, name):
-                del attributes[name]
-                shown = without_control_characters(str(name))[:80]
-                lines.append(
-                    f"the attribute {shown} in {path} names a path outside of the run's folder: it"
-                    " was not taken over."
-                )
-    states = checkpoint.get("callbacks", {})
-    for name in list(states):
-        if _names_path_outside(states[name], path):
-            del states[name]
-            # Lightning adds the arguments of a ModelCheckpoint to its name.
-            shown = without_control_characters(str(name).partition("{")[0])[:80]
-            lines.append(
-                f"the state of {shown} in {path} names a path outside of the run's folder, or the"
-                " folder as a file: it was not taken over."
-            )
-    return lines
-
-
-def _names_path_outside(state: Any, path: Path, where: str = "") -> bool:
-    for place, text in _leaves(state, where):
-        if isinstance(text, str) and is_path(place, text) and _leaves_folder(place, text, path):
-            return True
-    return False
-
-
-def is_path(place: str, text: str) -> bool:
-    """Whether a text of a callback's state is a path: by the names above it, by its look, or
-    because it is there. A metric's name may hold a slash, too.
-    """
-    if not text:
-        return False
-    if NAMES_OF_PATHS.intersection(words_in(place)) or "best_k_models" in place:
-        return True
-    # From the root or the home, from a drive of Windows, or through the folder above
-    if re.search(r"^[/\\~]|^\w:[/\\]|(^|[/\\])\.\.?([/\\]|$)", text):
-        return True
-    return "\0" not in text and os.path.lexists(text)
-
-
-def words_in(place: str) -> list[str]:
-    """The words of an attribute's name and of the keys in it: ``module.a.last_file['best_path']``
-    has four.
-
-    The layers that an attribute belongs to say nothing of its value.
-    """
-    owner_and_name, _, keys = place.partition("[")
-    name = owner_and_name.rpartition(".")[2]
-    return re.findall("[a-z]+", f"{name} {keys}".lower())
-
-
-def _leaves_folder(place: str, text: str, path: Path) -> bool:
-    """Whether a path lies outside of the checkpoint's folder, or that is no run's folder. The
-    folder itself is the place of a callback's files, but none of the files that it may delete.
-    """
-    folder = path.resolve().parent
-    if "\0" in text or not (folder / "config.yaml").is_file():
-        return True
-    target = Path(os.path.realpath(os.path.expanduser(text)))
-    if place == "['dirpath']" and target == folder:
-        return False
-    return folder not in target.parents
-
-
 def _check(found: dict[str, Any], kinds: dict[str, Any], path: Path, name: str) -> None:
     for key in kinds.keys() & found.keys():
         if not isinstance(found[key], kinds[key]):
@@ -598,7 +604,11 @@ def _changed(path: Path, key: str) -> UserError:
 # What draws in a setup() that comes later, such as a split, draws as in a new run.
 @isolate_rng()
 def load_weights(
-    module: LightningModule, path: Path, late: bool = False, again: bool = False
+    module: LightningModule,
+    path: Path,
+    late: bool = False,
+    again: bool = False,
+    own: bool = True,
 ) -> bool:
     """Give a module a checkpoint's weights, as Lightning does.
 
@@ -607,6 +617,7 @@ def load_weights(
         path: The checkpoint.
         late: Whether Lightning loads the weights later, after hooks that may make further layers.
         again: Whether Lightning loads the same weights once more, as for a resume.
+        own: Whether the checkpoint is the user's. Of a stranger's, no states are used.
 
     Returns:
         Whether the weights fit as the module is now. Where they may fit ``late`` only, it is False.
@@ -615,6 +626,8 @@ def load_weights(
         UserError: They do not fit.
     """
     checkpoint = read(path)
+    if not own:
+        checkpoint = without_states(checkpoint)
     # SupervisedModule warns of it; here a misfit is an error.
     checkpoint.pop("network", None)
     module.configure_model()

@@ -2,34 +2,99 @@
 
 import contextlib
 import os
+import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from unbroken.errors import UserError
 
+if sys.platform == "linux":
+    import fcntl
 
-def write_atomically(data: str | bytes | memoryview, path: Path) -> None:
-    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place; a UserError
-    where that fails.
+# A request of ioctl(2): share the bytes of another file (linux/fs.h)
+FICLONE = 0x40049409
+# Bytes
+COPIED_AT_ONCE = 16 * 2**20
+
+
+class NotWritten(UserError):
+    """A file could not be written now: no room, no permission, a disk that fails."""
+
+
+def write_atomically(data: str | bytes, path: Path) -> None:
+    """Write a file beside ``path``, flush it to disk, and put it in ``path``'s place.
+
+    Raises:
+        NotWritten: That failed, and what was there before is whole.
     """
     if isinstance(data, str):
         # A file's name need not be valid Unicode. Python reads such a byte as a code that UTF-8
         # does not have.
         data = data.encode(errors="backslashreplace")
+    with written_atomically(path) as beside:
+        beside.write_bytes(data)
+
+
+@contextlib.contextmanager
+def written_atomically(path: Path) -> Iterator[Path]:
+    """Inside, write the file that is yielded; then it is flushed to disk and put in ``path``'s
+    place.
+
+    Raises:
+        NotWritten: That failed, and what was there before is whole.
+    """
     # Two commands may write the same file, so each has a name of its own.
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with open(beside, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
+        yield beside
+        flush(beside)
         os.replace(beside, path)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            beside.unlink()
+        remove(beside)
         reason = error.strerror or error
         fix = "What was there before is whole. Free space, or make the folder writable."
-        raise UserError(f"{path} could not be saved: {reason}. {fix}") from error
+        raise NotWritten(f"{path} could not be saved: {reason}. {fix}") from error
+    except BaseException:
+        remove(beside)
+        raise
     flush_folder(path.parent)
+
+
+def copy_atomically(source: Path, path: Path) -> None:
+    """Put a copy of a file in ``path``'s place, without reading it into memory.
+
+    Where the file system can, both share their bytes until one is changed (a reflink). It is no
+    hard link: damage to one file would be damage to both.
+
+    Raises:
+        NotWritten: That failed, and what was there before is whole.
+    """
+    with written_atomically(path) as beside, open(source, "rb") as old, open(beside, "wb") as new:
+        if not _share_bytes(old.fileno(), new.fileno()):
+            shutil.copyfileobj(old, new, COPIED_AT_ONCE)
+
+
+def _share_bytes(source: int, target: int) -> bool:
+    """Let an empty file share the bytes of another; returns whether the file system can."""
+    if sys.platform != "linux":
+        return False
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(target, FICLONE, source)
+        return True
+    return False
+
+
+def flush(path: Path) -> None:
+    """Let what was written into a file survive a power cut."""
+    with open(path, "rb+") as file:
+        os.fsync(file.fileno())
+
+
+def remove(path: Path) -> None:
+    """Remove a file that may not be there."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def flush_folder(folder: Path) -> None:

@@ -1,11 +1,13 @@
 """The two checkpoints of a run, ``last.ckpt`` and ``best.ckpt``: how they are written and kept."""
 
 import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Trainer
-
 from unbroken.errors import UserError
 from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.storage.checkpoint_files import (
@@ -15,64 +17,155 @@ from unbroken.storage.checkpoint_files import (
     read_or_reason,
     record_in,
 )
-from unbroken.storage.files import write_atomically
+from unbroken.storage.files import NotWritten, copy_atomically
+from unbroken.storage.staging import Staging, bytes_in
+from unbroken.storage.writer import Writer
+
+# Bytes of a state. Below, to write it takes less than a thread and a copy are worth.
+WRITTEN_AT_ONCE = 16 * 2**20
 
 
 class RunFiles:
-    """The checkpoints in a run's folder."""
+    """The checkpoints in a run's folder.
+
+    A small state is written while training waits. A large one is copied in memory, and a thread
+    writes it while training goes on: see :class:`Writer` and :class:`Staging`.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.best = folder / "best.ckpt"
         self.last = folder / "last.ckpt"
+        # Why nothing is saved at the moment. None: the newest save is on the disk.
+        self.trouble: str | None = None
+        # Called when the files of a save are on the disk, with what :meth:`write` was given.
+        self.is_saved: Callable[[Any], None] = lambda saved: None
         # Writes where the Trainer has another way.
         self._own_io = AtomicCheckpointIO()
+        self._writer = Writer()
+        self._staging = Staging()
+        self.costs = Costs()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is still on its way to the disk."""
+        return self._writer.is_busy
+
+    def wait(self) -> None:
+        """Wait until the save that is under way is on the disk, or has failed."""
+        self._writer.wait()
+
+    def let_go(self) -> None:
+        """Give back the memory of the copy. The next large save takes new memory."""
+        self._staging = Staging()
+
+    def check(self) -> None:
+        """Raise what a save that was under way has raised. Nothing is waited for."""
+        self._writer.check()
 
     def newest_whole(self) -> Path | None:
         """The checkpoint to go on from. A line says which is skipped, and why."""
+        self.wait()
         path, skipped = newest_whole(self.last, self.best)
         say(*skipped)
         return path
 
-    def write(self, trainer: Trainer, is_best: bool, is_last: bool, group: Any) -> None:
+    def write(
+        self, trainer: Trainer, is_best: bool, is_last: bool, group: Any, saved: Any = None
+    ) -> None:
         """Save the state that the Trainer has now. Every rank calls it; rank zero writes.
+
+        A disk that fails is no error here: :attr:`trouble` says so, and a line does.
 
         Args:
             trainer: Its own CheckpointIO is left alone.
             is_best: Whether ``best.ckpt`` is written. Else ``last.ckpt`` is.
             is_last: Whether a new best becomes ``last.ckpt``, too.
             group: The ranks' group in CPU memory.
+            saved: Handed to :attr:`is_saved`.
 
         Raises:
-            UserError: On all ranks, with one line, where rank zero could not write.
+            UserError: On all ranks, with one line, where the state cannot be saved at all.
         """
         failure = None
-        is_saved = False
+        begun = time.perf_counter()
         theirs = trainer.strategy.checkpoint_io
         atomic = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
+
+        def hand_over(checkpoint: dict[str, Any], target: Path) -> None:
+            self._save(atomic, checkpoint, is_best and is_last, target, saved)
+
         try:
             trainer.strategy.checkpoint_io = atomic
             atomic.restored = restored_by_lightning(trainer)
+            atomic.hand_over = hand_over
             trainer.save_checkpoint(self.best if is_best else self.last, weights_only=False)
-            is_saved = True
-            if is_best and is_last and trainer.is_global_zero:
-                # The best comes first: a run that is killed in between repeats the steps to the
-                # best.
-                self._copy_best_to_last()
         except (UserError, NotPlain) as error:
             # Rank zero writes, and the others wait for it at the end of save_checkpoint. If the
             # write failed, rank zero must still meet them at that barrier.
             failure = str(error)
-            if not is_saved:
-                trainer.strategy.barrier()
+            trainer.strategy.barrier()
         finally:
             trainer.strategy.checkpoint_io = theirs
             atomic.record = None
+            atomic.hand_over = None
+            self.costs.last_wait_seconds = time.perf_counter() - begun
+            self.costs.wait_seconds += self.costs.last_wait_seconds
         failures = [reason for reason in of_all_ranks(failure, group) if reason]
         if failures:
             reason = failures[0].rstrip(".")
             if not self.last.exists() and not self.best.exists():
                 raise UserError(f"{reason}. The run has stopped; nothing was saved.")
             raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
+
+    def _save(
+        self,
+        atomic: AtomicCheckpointIO,
+        checkpoint: dict[str, Any],
+        also_last: bool,
+        target: Path,
+        saved: Any,
+    ) -> None:
+        """Write a plain checkpoint now, or copy it and let the thread write it."""
+        self._writer.wait()
+        size = bytes_in(checkpoint)
+        self.costs.bytes = size
+
+        def write(checkpoint: dict[str, Any]) -> None:
+            begun = time.perf_counter()
+            try:
+                atomic.write(checkpoint, target)
+                if also_last:
+                    # The best comes first: a run that is killed in between repeats the steps to
+                    # the best.
+                    copy_atomically(self.best, self.last)
+            except NotWritten as error:
+                self._note_trouble(str(error))
+            else:
+                self._note_success()
+                self.is_saved(saved)
+            self.costs.write_seconds = time.perf_counter() - begun
+
+        if size < WRITTEN_AT_ONCE:
+            write(checkpoint)
+            return
+        staged = self._staging.copy(checkpoint)
+
+        def write_staged() -> None:
+            self._staging.wait()
+            write(staged)
+
+        self._writer.begin(write_staged)
+
+    def _note_trouble(self, reason: str) -> None:
+        if self.trouble is None:
+            now = time.strftime("%H:%M:%S")
+            say(f"since {now} nothing is saved: {reason} The run goes on, and tries again.")
+        self.trouble = reason
+
+    def _note_success(self) -> None:
+        if self.trouble is not None:
+            say(f"the run is saved again, since {time.strftime('%H:%M:%S')}.")
+        self.trouble = None
 
     def usable_best(self, run_id: str | None) -> tuple[dict[str, Any], str | None]:
         """The contents of ``best.ckpt``, and None; or nothing, and why it cannot be used.
@@ -98,11 +191,19 @@ class RunFiles:
     def replace_damaged_last(self) -> None:
         """Copy ``best.ckpt`` where ``last.ckpt`` is damaged, for nothing else would do so."""
         if damage(self.last) is not None and self.best.exists():
-            self._copy_best_to_last()
+            copy_atomically(self.best, self.last)
 
-    def _copy_best_to_last(self) -> None:
-        """Copy the file; a link would let damage to one damage the other."""
-        write_atomically(self.best.read_bytes(), self.last)
+
+@dataclass
+class Costs:
+    """What the saves of a run have cost."""
+
+    # All saves together: how long training stood still.
+    wait_seconds: float = 0.0
+    # The last save: how long training stood still, to write it, and its size.
+    last_wait_seconds: float = 0.0
+    write_seconds: float = 0.0
+    bytes: int = 0
 
 
 def restored_by_lightning(trainer: Trainer) -> set[str]:

@@ -6,12 +6,13 @@ import inspect
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
-
 from unbroken.errors import UserError, require
 from unbroken.tasks.evaluating import evaluating
+from unbroken.tasks.standardization import take_mean_and_std
 from unbroken.tasks.supervised import SupervisedModule
 
 
@@ -82,11 +83,8 @@ class ImageClassifier(SupervisedModule):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        datamodule = getattr(self.trainer, "datamodule", None)
-        if stage != "fit" or not isinstance(datamodule, ShowsClasses):
-            return
-        if datamodule.class_names:
-            check_fit(self.network, datamodule)
+        if stage == "fit":
+            check_fit(self.network, getattr(self.trainer, "datamodule", None))
 
     def metric_targets(self, targets: Tensor) -> Tensor:
         """Labels (batch,).
@@ -98,13 +96,38 @@ class ImageClassifier(SupervisedModule):
         return targets
 
 
-def check_fit(network: nn.Module, datamodule: ShowsClasses) -> None:
+def fit_to_data(module: LightningModule, network: nn.Module) -> None:
+    """Let a classifier of images be one for its data module, in ``setup``, before training.
+
+    The buffers ``mean`` and ``std`` become the data's, where the data have both.
+
+    Args:
+        module: Has the buffers, see :func:`register_mean_and_std`.
+        network: Maps images (batch, channels, height, width) to logits (batch, classes).
+
+    Raises:
+        UserError: The network does not take the data's images, or has not a logit for each of the
+            data's classes.
+    """
+    datamodule = getattr(module.trainer, "datamodule", None)
+    take_mean_and_std(module, datamodule)
+    check_fit(network, datamodule)
+
+
+def check_fit(network: nn.Module, datamodule: Any) -> None:
     """Check that a network gives a logit for each of the data's classes, by one blank image.
+
+    Args:
+        network: Maps images (batch, channels, height, width) to logits (batch, classes).
+        datamodule: Where it has no ``image_shape`` or names no ``class_names``, there is nothing to
+            check.
 
     Raises:
         UserError: It gives another number, or does not take such images. The message names the
             flags to type.
     """
+    if not isinstance(datamodule, ShowsClasses) or not datamodule.class_names:
+        return
     weight = next(network.parameters(), None)
     if weight is None or weight.device.type == "meta":
         return

@@ -8,7 +8,6 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
-
 from unbroken.errors import UserError
 from unbroken.tasks.evaluating import evaluating
 

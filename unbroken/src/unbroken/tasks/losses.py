@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-
 from unbroken.errors import UserError, require
 from unbroken.tasks.by_name import make, named_class
 

@@ -8,7 +8,6 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
-
 from unbroken.errors import UserError, require
 
 

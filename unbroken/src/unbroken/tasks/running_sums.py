@@ -244,3 +244,15 @@ def exact(tensor: Tensor) -> Tensor:
     On MPS, which has no float64, it is float32.
     """
     return tensor.float() if tensor.device.type == "mps" else tensor.double()
+
+
+def is_log_step(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether the batch that has just ended completes an optimizer step in which Lightning logs.
+
+    Lightning drops what is logged between log steps, and to log in every step costs more than the
+    step itself.
+    """
+    accumulated: Any = trainer.accumulate_grad_batches
+    completes_a_step = (batch_idx + 1) % accumulated == 0 or trainer.is_last_batch
+    every: Any = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    return completes_a_step and every > 0 and trainer.global_step % every == 0

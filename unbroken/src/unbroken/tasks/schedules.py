@@ -4,9 +4,10 @@ import math
 from functools import partial
 from typing import Any
 
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
-
 from unbroken.tasks.by_name import make, named_class
 
 SHAPES = ("constant", "cosine", "linear", "onecycle")
@@ -16,12 +17,32 @@ ONECYCLE_START = 0.04
 
 
 def shaped_schedule(
-    optimizer: Optimizer, shape: str, warmup_fraction: float, total_steps: float
+    optimizer: Optimizer, shape: str, warmup_fraction: float, trainer: Trainer
 ) -> LRScheduler:
     """A schedule of one of the :data:`SHAPES`, which climbs to the optimizer's rate and falls over
-    the run.
+    the run. Let it take a step with every step of the optimizer.
+
+    Where nothing says how many steps the run takes (``--max_time`` alone, or data without a
+    length), the rate stays the optimizer's, and a warning says so.
     """
+    total_steps = trainer.estimated_stepping_batches
+    if is_endless(total_steps):
+        warn_that_the_shape_is_lost(shape, warmup_fraction, optimizer.param_groups[0]["lr"])
     return LambdaLR(optimizer, partial(rate_factor, shape, warmup_fraction, total_steps))
+
+
+def warn_that_the_shape_is_lost(shape: str, warmup_fraction: float, lr: float) -> None:
+    """Say which option has no effect on a run of which nothing says how many steps it takes."""
+    if shape != "constant":
+        lost = f"--model.schedule {shape} has no effect"
+    elif warmup_fraction > 0:
+        lost = f"--model.warmup_fraction {warmup_fraction} has no effect"
+    else:
+        return
+    rank_zero_warn(
+        f"{lost}: nothing says how many steps this run takes, so the learning rate stays "
+        f"{lr}. Add --max_steps N (--max_time may still end the run before)."
+    )
 
 
 def named_schedule(

@@ -2,13 +2,56 @@
 checkpoints.
 """
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from unbroken.errors import require
 
 # Channels of a mean or deviation that a checkpoint may bring. A file that names more was changed.
 MOST_CHANNELS = 2**20
+
+
+@runtime_checkable
+class KnowsItsMean(Protocol):
+    """A data module that says how its inputs are standardized: one number, or one per channel, of
+    inputs in 0-1.
+    """
+
+    mean: list[float] | None
+    std: list[float] | None
+
+
+def register_mean_and_std(module: nn.Module, mean: list[float], std: list[float]) -> None:
+    """Give a module the buffers ``mean`` and ``std``, which its state dict holds.
+
+    A checkpoint of another number of channels can be loaded. One of an older version that lacks
+    both leaves them as they are.
+
+    Args:
+        module: It gets the buffers.
+        mean: Of the inputs in 0-1: one number, or one per channel.
+        std: Their standard deviation, of the same length.
+    """
+    module.register_buffer("mean", torch.tensor(mean))
+    module.register_buffer("std", torch.tensor(std))
+    module.register_load_state_dict_pre_hook(take_over_standardization)
+
+
+def take_mean_and_std(module: nn.Module, datamodule: Any) -> None:
+    """Let a module's buffers ``mean`` and ``std`` be those of its data module, where it has both.
+
+    Call it in ``setup``, before training.
+    """
+    if not isinstance(datamodule, KnowsItsMean):
+        return
+    if datamodule.mean is None or datamodule.std is None:
+        return
+    option = f"{type(datamodule).__name__}.std"
+    require(min(datamodule.std) > 0, option, "be above 0", datamodule.std)
+    buffer: Any = module.mean
+    module.mean = torch.tensor(datamodule.mean, dtype=buffer.dtype, device=buffer.device)
+    module.std = torch.tensor(datamodule.std, dtype=buffer.dtype, device=buffer.device)
 
 
 def standardized(inputs: Tensor, mean: Tensor, std: Tensor) -> Tensor:

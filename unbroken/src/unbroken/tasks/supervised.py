@@ -2,35 +2,23 @@
 configuration.
 """
 
-import math
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
-
 from unbroken.errors import UserError, require
 from unbroken.tasks.activation_checkpointing import recompute_activations
 from unbroken.tasks.lazy_layers import give_size, has_no_size
 from unbroken.tasks.losses import HALF, counted_targets, evaluate_loss, make_losses
 from unbroken.tasks.metrics import check_metrics, gather_metrics
-from unbroken.tasks.optimizers import make_optimizer, may_fuse
-from unbroken.tasks.running_sums import Metrics, RunningSums, exact
-from unbroken.tasks.schedules import SHAPES, is_endless, named_schedule, shaped_schedule
-from unbroken.tasks.standardization import standardized, take_over_standardization
-
-
-@runtime_checkable
-class KnowsItsMean(Protocol):
-    """A data module that says how its inputs are standardized: one number, or one per channel, of
-    inputs in 0-1.
-    """
-
-    mean: list[float] | None
-    std: list[float] | None
+from unbroken.tasks.optimizers import check_rates, make_optimizer, which_decay
+from unbroken.tasks.running_sums import Metrics, RunningSums, exact, is_log_step
+from unbroken.tasks.schedules import SHAPES, named_schedule, shaped_schedule
+from unbroken.tasks.standardization import register_mean_and_std, standardized, take_mean_and_std
 
 
 class SupervisedModule(LightningModule):
@@ -139,10 +127,8 @@ class SupervisedModule(LightningModule):
         self.metrics_to_try = (self.train_metrics.clone(),)
         self.sums = RunningSums(self)
 
-        self.register_buffer("mean", torch.zeros(1))
-        self.register_buffer("std", torch.ones(1))
-        self.register_load_state_dict_pre_hook(take_over_standardization)
-        self.spared: list[bool] = []  # for each of parameters(): whether it has no weight decay
+        register_mean_and_std(self, [0.0], [1.0])
+        self.decays: list[bool] = []  # for each of parameters(): whether it has weight decay
 
     # What a subclass may change
 
@@ -213,10 +199,8 @@ class SupervisedModule(LightningModule):
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer()
         if self.schedule in SHAPES:
-            steps = self.trainer.estimated_stepping_batches
-            if is_endless(steps):
-                self._warn_that_the_shape_is_lost()
-            schedule = shaped_schedule(optimizer, self.schedule, self.warmup_fraction, steps)
+            shape = self.schedule
+            schedule = shaped_schedule(optimizer, shape, self.warmup_fraction, self.trainer)
         else:
             schedule = named_schedule(optimizer, self.schedule, self.schedule_args, self.mode)
         settings = {
@@ -225,20 +209,6 @@ class SupervisedModule(LightningModule):
             "monitor": self.monitor,
         }
         return {"optimizer": optimizer, "lr_scheduler": settings}
-
-    def _warn_that_the_shape_is_lost(self) -> None:
-        """Where nothing says how many steps a run takes, the rate is ``lr`` throughout."""
-        schedule = self.schedule
-        if schedule != "constant":
-            lost = f"--model.schedule {schedule} has no effect"
-        elif self.warmup_fraction > 0:
-            lost = f"--model.warmup_fraction {self.warmup_fraction} has no effect"
-        else:
-            return
-        rank_zero_warn(
-            f"{lost}: nothing says how many steps this run takes, so the learning rate stays "
-            f"{self.lr}. Add --max_steps N (--max_time may still end the run before)."
-        )
 
     def setup(self, stage: str) -> None:
         """Before training: take over the data's ``mean`` and ``std``, forget another training."""
@@ -252,12 +222,11 @@ class SupervisedModule(LightningModule):
             return
         self.sums.begin_training()
         datamodule = getattr(self.trainer, "datamodule", None)
-        if isinstance(datamodule, KnowsItsMean):
-            self.standardize_as(datamodule)
+        take_mean_and_std(self, datamodule)
         if has_no_size(self.network):
             give_size(self.network, self.outputs_of, datamodule)
             self.network.to(memory_format=self.memory_format)
-        self.spared = self.without_weight_decay()  # before a strategy wraps the parameters
+        self.decays = which_decay(self.parameters())  # before a strategy wraps the parameters
 
     # When what is logged
 
@@ -320,16 +289,6 @@ class SupervisedModule(LightningModule):
             return standard
         return standard.contiguous(memory_format=self.memory_format)
 
-    def standardize_as(self, datamodule: KnowsItsMean) -> None:
-        """Take over ``mean`` and ``std`` of a data module, where it has both."""
-        if datamodule.mean is None or datamodule.std is None:
-            return
-        option = f"{type(datamodule).__name__}.std"
-        require(min(datamodule.std) > 0, option, "be above 0", datamodule.std)
-        dtype = self.mean.dtype
-        self.mean = torch.tensor(datamodule.mean, dtype=dtype, device=self.device)
-        self.std = torch.tensor(datamodule.std, dtype=dtype, device=self.device)
-
     def outputs_of(self, batch: Any) -> Tensor:
         """Outputs of the network (batch, ...) for a batch with or without targets."""
         return self(self.inputs(batch))
@@ -380,39 +339,17 @@ class SupervisedModule(LightningModule):
         """The optimizer, fused where that can be; biases and norms, of less than two dimensions, do
         not decay.
         """
-        parameters = list(self.parameters())
-        if len(self.spared) != len(parameters):
+        if len(self.decays) != len(list(self.parameters())):
             # There was no setup(), or there are new parameters since.
-            self.spared = self.without_weight_decay()
-        decayed: list[nn.Parameter] = []
-        spared: list[nn.Parameter] = []
-        for parameter, is_spared in zip(parameters, self.spared, strict=True):
-            if not parameter.requires_grad:
-                continue
-            group = spared if is_spared else decayed
-            group.append(parameter)
+            self.decays = which_decay(self.parameters())
         return make_optimizer(
+            self,
             self.optimizer_name,
-            self.optimizer_args,
             self.lr,
             self.weight_decay,
-            decayed,
-            spared,
-            may_fuse(self.trainer),
+            self.decays,
+            self.optimizer_args,
         )
-
-    def without_weight_decay(self) -> list[bool]:
-        """For each of ``parameters()``, whether it is spared weight decay."""
-        return [parameter.ndim < 2 for parameter in self.parameters()]
-
-
-def check_rates(lr: float, weight_decay: float, warmup_fraction: float) -> None:
-    """A UserError for a rate or share that cannot be."""
-    require(0 < lr < math.inf, "--model.lr", "be above 0", lr)
-    require(0 <= weight_decay < math.inf, "--model.weight_decay", "be at least 0", weight_decay)
-    is_share = 0 <= warmup_fraction < 1
-    option = "--model.warmup_fraction"
-    require(is_share, option, "be at least 0 and below 1", warmup_fraction)
 
 
 def check_arguments(
@@ -440,11 +377,3 @@ def prepare_network(
     if compile:
         # Not torch.compile(network): that would prefix every key with `_orig_mod.`.
         network.compile()
-
-
-def is_log_step(trainer: Trainer, batch_idx: int) -> bool:
-    """Whether the batch that has just ended completes an optimizer step in which Lightning logs."""
-    accumulated: Any = trainer.accumulate_grad_batches
-    completes_a_step = (batch_idx + 1) % accumulated == 0 or trainer.is_last_batch
-    every: Any = trainer.log_every_n_steps  # type: ignore[attr-defined]
-    return completes_a_step and every > 0 and trainer.global_step % every == 0

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
-
 from unbroken.data.base import Split
+from unbroken.data.drawn_figures import find_figure
 from unbroken.data.idx_files import find_idx, read_idx
 from unbroken.data.images import BatchedDataModule, TensorImages
 from unbroken.errors import UserError, require
@@ -51,6 +52,7 @@ class MNISTDataModule(BatchedDataModule):
 
     mean = [0.1307]
     std = [0.3081]
+    label_name = "digit"
     folder = "MNIST/raw"
     # File → SHA-256 of its decompressed bytes, computed from the files that torchvision fetches.
     # None: the file is not compared.
@@ -128,6 +130,10 @@ class MNISTDataModule(BatchedDataModule):
         if split == "test":
             return dataset
         return self.hold_out(dataset, split, share)
+
+    def prepare_image(self, pixels: np.ndarray) -> Any:
+        """The digit of a picture, for ``predict``, and a note where there are several."""
+        return find_figure(pixels, self.label_name)
 
     # Where the files are
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from unbroken.tasks import ImageClassifier
 
 from numerals.model.networks import ConvNet
-from unbroken.tasks import ImageClassifier
 
 
 class MNISTClassifier(ImageClassifier):

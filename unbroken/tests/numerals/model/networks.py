@@ -3,7 +3,6 @@
 import math
 
 from torch import Tensor, nn
-
 from unbroken.errors import UserError, require
 
 __all__ = ["MLP", "ConvNet"]

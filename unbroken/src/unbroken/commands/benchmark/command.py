@@ -9,6 +9,7 @@ Flags of NAME.fit (--data.*, --model.*, --config, Trainer flags) say what is mea
 import os
 from argparse import Namespace
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from unbroken.cli.parser import CommandParser, add_output, take_word
@@ -62,18 +63,12 @@ N_OF_ONE_TABLE = 5
 N_OF_ALL_TABLES = 3
 N_QUICK = 2
 
-QUICK = ["--data.train_samples", "1024", "--data.val_samples", "200"]
-QUICK += ["--data.source", "sample"]
-
-# The preset of overhead, which shows best in a small network with small batches.
-SMALL_MLP = [
-    *("--model.network", "MLP"),
-    *("--model.lr", "0.002"),
-    *("--model.label_smoothing", "0"),
-    *("--data.batch_size", "64"),
-    # The loops by hand do not augment.
-    *("--data.shift_pixels", "0"),
-]
+# Settings of the program's own, beside its defaults. Each file may be missing. What a run costs
+# beside loops by hand shows best in a small network with small batches, and without augmentation,
+# which these loops do not have.
+PRESET = "benchmark.yaml"
+# With --quick: a few samples, of data that need no download
+QUICK_PRESET = "benchmark_quick.yaml"
 USE_THE_PRESET = ("overhead", "loaders")
 # With these flags no preset is used: a class of the user's own may not know its flags.
 BEATS_THE_PRESET = (
@@ -180,8 +175,9 @@ def measure_table(package: str, name: str, options: Namespace) -> list[Row]:
     from unbroken.cli.cli import configure
     from unbroken.commands.program_of import program_of
 
-    flags = [*preset_of(name, options), *(QUICK if options.quick else []), *options.fit_flags]
-    config = configure(program_of(package), "benchmark", flags)
+    program = program_of(package)
+    flags = [*presets_of(name, program.defaults_file.parent, options), *options.fit_flags]
+    config = configure(program, "benchmark", flags)
     data = config.datamodule
     if not isinstance(data, contract.HasBatchSize) or not data.batch_size:
         raise UserError(
@@ -192,12 +188,19 @@ def measure_table(package: str, name: str, options: Namespace) -> list[Row]:
     return list(rows_of(name, config, Namespace(**vars(options) | changed)))
 
 
-def preset_of(table: str, options: Namespace) -> list[str]:
-    """The flags of a small MLP for tables of loops and loaders, else none."""
+def presets_of(table: str, folder: Path, options: Namespace) -> list[str]:
+    """The flags that read those presets of a folder which the table uses."""
     typed = {word.partition("=")[0] for word in options.fit_flags}
+    names = []
     if table in USE_THE_PRESET and typed.isdisjoint(BEATS_THE_PRESET):
-        return SMALL_MLP
-    return []
+        names.append(PRESET)
+    if options.quick:
+        names.append(QUICK_PRESET)
+    flags = []
+    for name in names:
+        if (folder / name).is_file():
+            flags += ["--config", str(folder / name)]
+    return flags
 
 
 def rows_of(table: str, config: "Configuration", options: Namespace) -> Iterable[Row]:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from unbroken.machine import hardware
 from unbroken.results.facts import command_line, git_state, versions
 from unbroken.tables import Row

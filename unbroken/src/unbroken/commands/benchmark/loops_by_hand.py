@@ -14,7 +14,6 @@ from PIL import Image
 from torch import Tensor, nn, optim
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms
-
 from unbroken import contract
 from unbroken.cli.cli import Configuration
 from unbroken.commands.benchmark.real_runs import Epoch, wanted_devices
@@ -76,7 +75,7 @@ def normalizer(data: Any, images: Tensor, device: torch.device) -> Callable[[Ten
 
 
 class PerSampleImages(TensorDataset):
-    """Single images as torchvision's MNIST gives them with the usual transforms.
+    """Single images as torchvision's data sets give them with the usual transforms.
 
     Each goes from a tensor to a Pillow image and back, and is normalised.
     """

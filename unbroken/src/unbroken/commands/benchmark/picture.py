@@ -5,7 +5,6 @@ from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
 from unbroken.tables import MADE_BY, Row, format_cell
 
 # Above this ratio of the largest to the smallest value, the axis is logarithmic.

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-
 from unbroken.cli.cli import Configuration
 from unbroken.cli.trainer_flags import build_trainer, trainer_flags
 from unbroken.errors import UserError, require

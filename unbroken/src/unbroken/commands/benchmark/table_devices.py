@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torchvision.models import resnet18
-
 from unbroken import contract
 from unbroken.cli.cli import Configuration, configure
 from unbroken.cli.program import Program

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
-
 from unbroken.cli.cli import Configuration
 from unbroken.commands.benchmark import timing
 from unbroken.commands.benchmark.loops_by_hand import PerSampleImages, in_memory, normalizer

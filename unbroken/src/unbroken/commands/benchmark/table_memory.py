@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from tqdm import tqdm  # type: ignore[import-untyped]
-
 from unbroken.cli.cli import Configuration
 from unbroken.cli.program import Program
 from unbroken.commands.benchmark import real_runs, table_devices, timing

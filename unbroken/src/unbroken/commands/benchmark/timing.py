@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, TypeVar
 
 from tqdm import tqdm  # type: ignore[import-untyped]
-
 from unbroken.errors import UserError
 from unbroken.tables import format_cell
 

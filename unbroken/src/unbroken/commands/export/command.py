@@ -3,14 +3,14 @@
 python -m NAME.export
 python -m NAME.export --ckpt_path checkpoints/mine/best.ckpt --output_dir exported
 python -m NAME.export --formats safetensors     # the weights alone, of any module
-python -m NAME.export --hub digits              # a folder for the Hugging Face Hub
+python -m NAME.export --hub mine                # a folder for the Hugging Face Hub
 
 Writes model.onnx, model.pt2 and model.safetensors beside the checkpoint. The first two are the
 module's own `forward`. Of an image classifier it takes `images`, float32 in 0-1, (batch, channels,
 height, width), and returns `logits` (batch, classes).
 
 With --hub, a folder of its own: the weights of the whole module, config.json, and a model card.
-huggingface_hub uploads it as it is: hf upload ME/digits digits
+huggingface_hub uploads it as it is: hf upload ME/mine mine
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def load_module(package: str, checkpoint: Path, args: argparse.Namespace) -> Loa
     from unbroken.cli.read_checkpoint import load
     from unbroken.commands.program_of import program_of
 
-    of_the_checkpoint = ("data.root", "data.source", "allow_imports")
+    of_the_checkpoint = ("data.root", "data.source", "trust_checkpoint")
     typed = {
         name: value for name, value in vars(args).items() if name in of_the_checkpoint and value
     }

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
 from unbroken import contract
 from unbroken.cli.read_checkpoint import Loaded
 from unbroken.commands.export.forward import Forward, Outputs, answer

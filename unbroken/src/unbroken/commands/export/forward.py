@@ -9,7 +9,6 @@ from typing import Any, Literal
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
-
 from unbroken.errors import UserError
 
 Outputs = dict[str, Tensor]

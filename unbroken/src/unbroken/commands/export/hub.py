@@ -16,7 +16,6 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from torch import Tensor
-
 from unbroken import contract
 from unbroken.cli.plain_values import dump_yaml
 from unbroken.cli.read_checkpoint import Loaded

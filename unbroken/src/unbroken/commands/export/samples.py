@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-
 from unbroken import contract
 from unbroken.cli.read_checkpoint import Loaded
 from unbroken.commands.export.forward import (

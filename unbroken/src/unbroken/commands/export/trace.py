@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-
 from unbroken.cli.read_checkpoint import Loaded
 from unbroken.commands.export.forward import Forward, first_line, named
 from unbroken.commands.export.samples import Samples

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
 from unbroken import __version__, contract
 from unbroken.cli.read_checkpoint import Loaded
 from unbroken.commands.export.forward import Forward, answer, first_line

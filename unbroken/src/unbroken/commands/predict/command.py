@@ -1,14 +1,14 @@
 """Label image files of any size, format and colours, or what a predict_dataloader gives.
 
-python -m NAME.predict digit.png
+python -m NAME.predict picture.png
 python -m NAME.predict scans/ "photos/*.jpg" --output labels.csv
 python -m NAME.predict scans/ --contact_sheet prepared.png     # what the network is shown
 python -m NAME.predict --output answers.csv                    # what predict_dataloader gives
 
 The module's `predict_step` answers, and its answer becomes the columns. What turns a file into an
 input is the data module's `prepare_file(path)`, or its `prepare_image(pixels)`; without either, the
-middle of the picture is scaled. The column `note` says where a label is unsure, or where a picture
-shows more than one digit.
+middle of the picture is scaled. The column `note` says where a label is unsure, and what the data
+module has to say of a picture.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 
-from unbroken.cli.parser import CommandParser, add_checkpoint, add_output
+from unbroken.cli.parser import CommandParser, add_checkpoint, add_output, trusting
 from unbroken.cli.start import quick_imports
 from unbroken.commands.predict.files import find_files
 from unbroken.errors import require
@@ -38,8 +38,7 @@ def main(package: str, argv: list[str]) -> int:
         from unbroken.commands.program_of import program_of
         from unbroken.run_folder import find_checkpoint
 
-    allowed = ["--allow_imports", args.allow_imports] if args.allow_imports else []
-    loaded = load(program_of(package), find_checkpoint(args.ckpt_path), allowed)
+    loaded = load(program_of(package), find_checkpoint(args.ckpt_path), trusting(args))
     reads_any_file = isinstance(loaded.datamodule, contract.PreparesFiles)
     paths, empty = find_files(args.images, only_images=not reads_any_file)
     labelled = predict_files(loaded, paths)
@@ -76,8 +75,7 @@ def predict_what_the_data_give(package: str, args: argparse.Namespace) -> int:
         from unbroken.commands.program_of import program_of
         from unbroken.run_folder import find_checkpoint
 
-    allowed = ["--allow_imports", args.allow_imports] if args.allow_imports else []
-    loaded = load(program_of(package), find_checkpoint(args.ckpt_path), allowed)
+    loaded = load(program_of(package), find_checkpoint(args.ckpt_path), trusting(args))
     rows = predict_loaders(loaded)
     if rows:
         if args.output:

@@ -10,7 +10,6 @@ from typing import Any
 
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
-
 from unbroken.commands.predict.answers import UNSURE
 from unbroken.errors import require
 from unbroken.tables import Row, format_cell
@@ -43,7 +42,7 @@ def draw_contact_sheet(path: Path, inputs: Sequence[Tensor], rows: Sequence[Row]
     if "probability" in rows[0]:
         bottom = sheet.height - 20
         sure = f"at least {UNSURE:.0%} sure"
-        unsure = "less sure, or several digits"
+        unsure = "less sure, or with a note"
         pen.text((MARGIN, bottom), sure, fill="black", font=font(14))
         pen.text((2 * TILE, bottom), unsure, fill=UNSURE_COLOUR, font=font(14))
     sheet.save(path)

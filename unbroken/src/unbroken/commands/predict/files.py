@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from PIL import Image
-
 from unbroken.errors import UserError, require
 from unbroken.tables import printable
 

@@ -5,11 +5,10 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
-
 from unbroken.commands.predict.files import FORMATS
 from unbroken.errors import BadImage
 
-# Longer sides are reduced to this many pixels. A digit of a fiftieth of it still has 40 pixels, and
+# Longer sides are reduced to this many pixels. A fiftieth of it still has 40 pixels, and
 # 12 megapixels as floats would take 150 MB.
 LONGEST_SIDE = 2048
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
-
 from unbroken.cli.read_checkpoint import Loaded
 from unbroken.commands.predict.answers import note_for, predict_batch, to_rows
 from unbroken.commands.predict.contact_sheet import MOST_SHOWN

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
-
 from unbroken.cli.read_checkpoint import Loaded
 from unbroken.cli.refusals import refusals_as_errors
 from unbroken.cli.trainer_flags import build_trainer, trainer_flags

@@ -8,13 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
-
 from unbroken import contract
 from unbroken.cli.read_checkpoint import Loaded
 from unbroken.commands.predict.images import read_image
 from unbroken.errors import UserError
-
-DIGITS = [str(digit) for digit in range(10)]
 
 
 class Preparation(NamedTuple):
@@ -28,9 +25,8 @@ class Preparation(NamedTuple):
 def choose_preparation(loaded: Loaded) -> Preparation:
     """The way of the data module's ``prepare_file(path)``, else of its ``prepare_image(pixels)``.
 
-    Without either it is the middle of the picture, scaled to the data module's ``image_shape``; of
-    the ten digits at 28x28 it is the digit, as their makers prepared it. Images become uint8, or
-    float in 0-1.
+    Without either it is the middle of the picture, scaled to the data module's ``image_shape``.
+    Images become uint8, or float in 0-1.
     """
     data: Any = loaded.datamodule
     owner = "the data module" if data is None else type(data).__name__
@@ -40,8 +36,6 @@ def choose_preparation(loaded: Loaded) -> Preparation:
         return Preparation(image_preparation(data), f"inputs: {owner}.prepare_image")
     if isinstance(data, contract.ShapesImages):
         shape = tuple(data.image_shape)
-        if shape == (1, 28, 28) and is_of_digits(data):
-            return Preparation(prepare_digit, "inputs: each digit scaled and centred as in MNIST")
         if len(shape) == 3 and shape[0] in (1, 3):
             size = " x ".join(str(side) for side in shape)
             description = f"inputs: the largest middle part of each picture, scaled to {size}"
@@ -59,8 +53,16 @@ def file_preparation(data: contract.PreparesFiles) -> Callable[[Path], tuple[Any
 
 
 def image_preparation(data: contract.PreparesImages) -> Callable[[Path], tuple[Any, str]]:
-    """The data module gets the pixels of the picture: float32 (height, width, 3) in 0-1."""
-    return lambda path: (data.prepare_image(read_image(path)), "")
+    """The data module gets the pixels of the picture: float32 (height, width, 3) in 0-1.
+
+    It may have something to say of the picture.
+    """
+
+    def prepare(path: Path) -> tuple[Any, str]:
+        prepared = data.prepare_image(read_image(path))
+        return prepared if isinstance(prepared, tuple) else (prepared, "")
+
+    return prepare
 
 
 def middle_preparation(shape: tuple[int, int, int]) -> Callable[[Path], tuple[Any, str]]:
@@ -72,15 +74,3 @@ def middle_preparation(shape: tuple[int, int, int]) -> Callable[[Path], tuple[An
         return fit_image(Image.fromarray(pixels), shape), ""
 
     return prepare
-
-
-def is_of_digits(data: Any) -> bool:
-    """Whether a data module's classes are the ten digits."""
-    return isinstance(data, contract.NamesClasses) and data.class_names == DIGITS
-
-
-def prepare_digit(path: Path) -> tuple[Any, str]:
-    """The digit of a picture as MNIST shows it; the note says where there seem to be several."""
-    from unbroken.commands.predict.digits import find_digit
-
-    return find_digit(read_image(path))

@@ -8,12 +8,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-
 from unbroken.commands.rename import swap
 from unbroken.errors import UserError
 from unbroken.storage.files import write_atomically
@@ -107,9 +106,11 @@ class Clone:
     def finish_interrupted(self) -> bool:
         """Finish what another rename had begun to put in place; returns whether there was one.
 
-        What was not complete is dropped: the clone is as it was.
+        What was not begun is dropped: the clone is as it was, and may have been changed since.
         """
-        if (self.workplace / swap.PLAN).exists():
+        with suppress(FileNotFoundError):
+            os.replace(self.workplace / swap.PLAN, self.workplace / "dropped.json")
+        if (self.workplace / swap.BEGUN).exists():
             self._swap()
             return True
         shutil.rmtree(self.workplace, ignore_errors=True)

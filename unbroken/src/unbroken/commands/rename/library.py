@@ -16,7 +16,6 @@ from email.parser import Parser
 from pathlib import Path
 
 from packaging.requirements import Requirement
-
 from unbroken.commands.rename.clone import File, Files
 from unbroken.errors import UserError
 

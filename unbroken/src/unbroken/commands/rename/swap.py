@@ -13,17 +13,22 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-# In the workplace: the list, and the folder of the new files
+# In the workplace: the list, its name from when it is begun, and the folder of the new files.
+# A list that nobody has begun may be dropped. To begin and to drop are each a change of its name,
+# so that only one of both can happen.
 PLAN = "plan.json"
+BEGUN = "begun.json"
 NEW = "new"
 
 
 def main(workplace: Path) -> None:
     """Work off the list, and remove the workplace."""
+    with suppress(FileNotFoundError):  # it was begun before
+        os.replace(workplace / PLAN, workplace / BEGUN)
     try:
-        plan = json.loads((workplace / PLAN).read_text(encoding="utf-8"))
+        plan = json.loads((workplace / BEGUN).read_text(encoding="utf-8"))
     except FileNotFoundError:
-        # Another process has just finished it.
+        # Another process has just finished or dropped it.
         return
     folder = Path(plan["folder"])
     # New files come first, so that there is a package to start this command from at any time.
@@ -41,7 +46,7 @@ def main(workplace: Path) -> None:
         subprocess.run(["git", "add", "--all"], cwd=folder, capture_output=True, check=False)
     shutil.rmtree(workplace / NEW, ignore_errors=True)
     # The list goes last: as long as it is there, nobody else uses the workplace.
-    (workplace / PLAN).unlink(missing_ok=True)
+    (workplace / BEGUN).unlink(missing_ok=True)
     with suppress(OSError):
         workplace.rmdir()
 

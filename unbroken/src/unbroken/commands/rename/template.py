@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 import yaml
-
 from unbroken.commands.rename.clone import Files
 from unbroken.errors import UserError
 

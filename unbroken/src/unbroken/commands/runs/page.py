@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
-
 from unbroken.commands.runs.listing import by_module, differing, shown_settings
 from unbroken.commands.runs.saved_run import SavedRun, is_readable
 from unbroken.commands.runs.seeds import by_configuration, seed_rows

@@ -8,7 +8,6 @@ from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
-
 from unbroken.tables import Row, flat, is_number, load_yaml
 
 # Settings that do not tell configurations apart: where a run lies
@@ -16,7 +15,7 @@ PLACES = ("run_name", "ckpt_path", "config", "trainer.default_root_dir")
 # Where the data lie tells them apart, too, unless a setting says what the data are.
 DATA_ROOT = "data.root"
 DATA_SOURCE = "data.source"
-# What the run has found there, such as mnist or sample
+# What the run has found there, such as files or sample
 FOUND_SOURCE = "data_source"
 # A run's folder has at least one of these files.
 FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")

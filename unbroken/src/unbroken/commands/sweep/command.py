@@ -1,7 +1,7 @@
 """Search hyperparameters here, without an account: trials of fit side by side (Optuna).
 
 python -m NAME.sweep --trials 20 --jobs 2
-python -m NAME.sweep --name lr --trials 8 --max_epochs 2 --data.source sample
+python -m NAME.sweep --name lr --trials 8 --max_epochs 2
 python -m NAME.sweep --name lr --trials 16       # goes on: after a kill, or with more trials
 
 Hopeless trials are stopped early. Options that are not named here are those of fit. The sweep
@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-
 from unbroken.cli.parser import CommandParser, add_output
 from unbroken.cli.program import folder_of
 from unbroken.errors import UserError, require

@@ -13,7 +13,6 @@ from optuna.distributions import (
     IntDistribution,
 )
 from optuna.trial import FrozenTrial, TrialState
-
 from unbroken.commands.sweep.space import Space
 
 STATES = {

@@ -15,7 +15,6 @@ from optuna.distributions import (
     FloatDistribution,
     IntDistribution,
 )
-
 from unbroken.errors import UserError, nearest, require
 from unbroken.tables import is_number, load_yaml
 

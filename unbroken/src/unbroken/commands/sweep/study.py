@@ -8,7 +8,6 @@ from optuna.samplers import BaseSampler, RandomSampler, TPESampler
 from optuna.storages import JournalStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.trial import Trial, TrialState
-
 from unbroken.commands.sweep.space import Space
 from unbroken.errors import UserError
 

@@ -12,7 +12,6 @@ import filelock
 import optuna
 import yaml
 from optuna.trial import Trial, TrialState
-
 from unbroken.commands.sweep.space import Space, as_typed
 from unbroken.commands.sweep.study import has_next_trial, next_trial
 from unbroken.errors import UserError

@@ -7,7 +7,7 @@ from unbroken.commands.tune.steps import Measured
 
 # A gain in speed below this fraction does not count.
 WORTH = 0.05
-# Optimizer steps per epoch that a recommended size must leave. On the bundled digits, 4 per epoch
+# Optimizer steps per epoch that a recommended size must leave. On 9,000 small images, 4 per epoch
 # gave an accuracy of 0.916 after five epochs, and 70 gave 0.983.
 LEAST_STEPS = 50
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from matplotlib.axes import Axes
-
 from unbroken import contract
 from unbroken.cli.cli import Configuration
 from unbroken.commands.tune.advice import WORTH, Advice, advice_lines, advise

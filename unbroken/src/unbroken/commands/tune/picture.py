@@ -7,7 +7,6 @@ from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-
 from unbroken.cli.cli import Configuration
 from unbroken.machine import hardware
 from unbroken.results.facts import network_of

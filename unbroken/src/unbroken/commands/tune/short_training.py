@@ -8,7 +8,6 @@ import warnings
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-
 from unbroken.cli.cli import Configuration
 from unbroken.cli.trainer_flags import build_trainer, trainer_flags
 from unbroken.errors import UserError

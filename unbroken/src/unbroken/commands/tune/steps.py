@@ -10,7 +10,6 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-
 from unbroken.cli.cli import Configuration
 from unbroken.commands.tune.short_training import ShortTraining, train_shortly
 from unbroken.errors import UserError, is_out_of_memory

@@ -8,7 +8,6 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-
 from unbroken.errors import UserError
 from unbroken.parts.held import Held, not_kept_of, package_of
 from unbroken.parts.plain_values import DELETED, copied, is_unchanged, like

@@ -13,7 +13,6 @@ from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torchmetrics import Metric
-
 from unbroken.lightning_internals import version_of
 from unbroken.parts.held import Held
 from unbroken.parts.metrics import give_values, own_values

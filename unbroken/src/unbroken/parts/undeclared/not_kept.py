@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-
 from unbroken.holding.bounds import LAST_ENTRIES, MOST_BYTES_COMPARED
 from unbroken.holding.walk import ROWS
 from unbroken.lightning_internals import version_of

@@ -1,9 +1,10 @@
-"""A picture of a digit, prepared the way MNIST was made.
+"""A figure that somebody drew or wrote, found in a picture and shown as sets of 28 × 28 pixels show
+theirs.
 
-NIST's black and white images "were size normalized to fit in a 20x20 pixel box while preserving
-their aspect ratio", with anti-aliasing, and then centred in 28x28 pixels by their centre of mass
-(http://yann.lecun.com/exdb/mnist). In the files the box is drawn around every pixel above 0, and
-the centre of mass, in indices from 0, rounds to 14.
+Such sets are made from black and white images that "were size normalized to fit in a 20x20 pixel
+box while preserving their aspect ratio", with anti-aliasing, and then centred in 28x28 pixels by
+their centre of mass (http://yann.lecun.com/exdb/mnist). In the files the box is drawn around every
+pixel above 0, and the centre of mass, in indices from 0, rounds to 14.
 """
 
 import itertools
@@ -12,34 +13,33 @@ from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageFilter
-
 from unbroken.errors import BadImage
 
-# MNIST's own sizes, in pixels.
+# The sizes of such a set, in pixels.
 FIELD = 28
 BOX = 20
 CENTRE = 14
 
-# The least contrast between digit and background, of 0-1. Below it, which is about 10 grey levels
+# The least contrast between figure and background, of 0-1. Below it, which is about 10 grey levels
 # of 255, a picture is empty.
 LEAST_CONTRAST = 0.04
 
-# The share of full ink from which a pixel is the digit's. The ringing of JPEG and of enlargements
+# The share of full ink from which a pixel is the figure's. The ringing of JPEG and of enlargements
 # is below.
 LEAST_INK = 0.15
 
-# The share of full ink at the edge of a digit that is larger than MNIST's, whose blur would widen
-# the box. Enlarged test digits come back 5.9 to 7.0 grey levels of 255 from the originals, instead
-# of 6.3 to 9.3; 0.3 and 0.5 are no better.
+# The share of full ink at the edge of a figure that is larger than the set's, whose blur would
+# widen the box. Enlarged test images come back 5.9 to 7.0 grey levels of 255 from the originals,
+# instead of 6.3 to 9.3; 0.3 and 0.5 are no better.
 EDGE_INK = 0.4
 
 # The mean of a clear picture's ink. It is at least 0.58 on one colour, mostly less in photographs.
 CLEAR = 0.56
 
-# The share that a digit fills of a picture that is cut close around it. Lines on paper fill less.
+# The share that a figure fills of a picture that is cut close around it. Lines on paper fill less.
 LEAST_FILLED = 0.12
 
-# How much of its picture's height and width a digit takes that is cut out closely.
+# How much of its picture's height and width a figure takes that is cut out closely.
 CUT_CLOSE = 0.75
 
 # The standard deviation of a noisy background, of 0-1.
@@ -80,45 +80,49 @@ class Patch(NamedTuple):
         return self.right - self.left
 
 
-def find_digit(pixels: np.ndarray) -> tuple[np.ndarray, str]:
-    """The digit of a picture as MNIST shows it.
+def find_figure(pixels: np.ndarray, what: str = "figure") -> tuple[np.ndarray, str]:
+    """The figure of a picture, as sets of 28 × 28 pixels show theirs.
+
+    It may be dark on light or light on dark, of any size and colour, also in a photograph.
 
     Args:
-        pixels: The picture, float32 (height, width, 3) in 0-1. An MNIST image comes out unchanged.
+        pixels: The picture, float32 (height, width, 3) in 0-1. An image of such a set comes out
+            unchanged.
+        what: The word for a figure in the note, such as ``digit``.
 
     Returns:
-        The digit, uint8 (1, 28, 28), bright on black; and a note where there seem to be several
-        digits, which the image then shows.
+        The figure, uint8 (1, 28, 28), bright on black; and a note where there seem to be several
+        figures, which the image then shows.
 
     Raises:
         BadImage: Nothing stands out from the background.
     """
-    if is_of_mnist(pixels):
+    if is_of_such_a_set(pixels):
         return np.round(pixels[..., 0] * 255).astype(np.uint8)[None], ""
     ink, patches = find_patches(pixels)
     rows, columns = box_around(ink)
     if max(ink[rows, columns].shape) > 1.5 * BOX:
         rows, columns = box_around(np.where(ink > EDGE_INK, ink, 0))
-    digit = scaled_to_box(ink[rows, columns])
-    top, left = corner_in_field(digit)
-    height, width = digit.shape
+    figure = scaled_to_box(ink[rows, columns])
+    top, left = corner_in_field(figure)
+    height, width = figure.shape
     field = np.zeros((FIELD, FIELD), dtype=np.uint8)
-    field[top : top + height, left : left + width] = np.round(digit * 255)
-    note = "more than one digit" if are_several(patches) else ""
+    field[top : top + height, left : left + width] = np.round(figure * 255)
+    note = f"more than one {what}" if are_several(patches) else ""
     return field[None], note
 
 
-def is_of_mnist(pixels: np.ndarray) -> bool:
-    """Whether MNIST's makers made this picture: it is grey, of their size, and its digit is where
-    they put it.
+def is_of_such_a_set(pixels: np.ndarray) -> bool:
+    """Whether a picture is of such a set already: it is grey, of that size, and its figure is where
+    the set's makers put it.
     """
     grey = pixels[..., 0]
     is_grey = np.ptp(pixels, axis=2).max() == 0
     if grey.shape != (FIELD, FIELD) or not grey.any() or not is_grey:
         return False
     rows, columns = box_around(grey)
-    digit = grey[rows, columns]
-    return max(digit.shape) == BOX and (rows.start, columns.start) == corner_in_field(digit)
+    figure = grey[rows, columns]
+    return max(figure.shape) == BOX and (rows.start, columns.start) == corner_in_field(figure)
 
 
 def find_patches(pixels: np.ndarray) -> tuple[np.ndarray, list[Patch]]:
@@ -134,12 +138,12 @@ def find_patches(pixels: np.ndarray) -> tuple[np.ndarray, list[Patch]]:
     ink, patches = without_dust(find_ink_in_photo(pixels))
     largest = max((max(patch.height, patch.width) for patch in patches), default=0)
     if largest < LEAST_CELLS:
-        raise BadImage("nothing in it stands out like a digit")
+        raise BadImage("nothing in it stands out like a drawn figure")
     return ink, patches
 
 
 def scaled_to_box(ink: np.ndarray) -> np.ndarray:
-    """The digit, so large that its longer side is :data:`BOX`, and with 1 as its strongest ink.
+    """The figure, so large that its longer side is :data:`BOX`, and with 1 as its strongest ink.
 
     Takes the ink inside its box, (height, width) in 0-1; returns float32 in 0-1.
     """
@@ -147,14 +151,14 @@ def scaled_to_box(ink: np.ndarray) -> np.ndarray:
     height, width = cut.shape
     longer = max(cut.shape)
     size = (max(1, round(width * BOX / longer)), max(1, round(height * BOX / longer)))
-    # Of Pillow's filters this one brings enlarged test digits back closest to the originals.
-    digit = np.asarray(Image.fromarray(cut).resize(size, Image.Resampling.HAMMING))
-    strongest = max(float(digit.max()), 1e-6)
-    return np.clip(digit / strongest, 0, 1)
+    # Of Pillow's filters this one brings enlarged test images back closest to the originals.
+    figure = np.asarray(Image.fromarray(cut).resize(size, Image.Resampling.HAMMING))
+    strongest = max(float(figure.max()), 1e-6)
+    return np.clip(figure / strongest, 0, 1)
 
 
 def are_several(patches: list[Patch]) -> bool:
-    """Whether a picture seems to show several digits: tall ones side by side, or a wide one."""
+    """Whether a picture seems to show several figures: tall ones side by side, or a wide one."""
     tallest = max((patch.height for patch in patches), default=1)
     tall = sorted((patch.left, patch.right) for patch in patches if patch.height > 0.6 * tallest)
     for (_, right_of_one), (left_of_next, _) in itertools.pairwise(tall):
@@ -164,10 +168,10 @@ def are_several(patches: list[Patch]) -> bool:
 
 
 def is_unclear(ink: np.ndarray, noise: float) -> bool:
-    """Whether more than a digit, or nothing, seems to be left of a picture without its background.
+    """Whether more than a figure, or nothing, seems to be left of a picture without its background.
 
     What is too much is noise, or grey from lines or light, or ink at the edge of a picture that is
-    not cut close around its digit.
+    not cut close around its figure.
 
     Args:
         ink: (height, width) in 0-1.
@@ -178,16 +182,16 @@ def is_unclear(ink: np.ndarray, noise: float) -> bool:
     if ink[ink > 0].mean() < CLEAR:
         return True
     strong = box_around(np.where(ink > EDGE_INK, ink, 0))
-    digit = ink[strong] > EDGE_INK
-    of_height = digit.shape[0] / ink.shape[0]
-    of_width = digit.shape[1] / ink.shape[1]
-    is_cut_close = min(of_height, of_width) > CUT_CLOSE and digit.mean() > LEAST_FILLED
+    figure = ink[strong] > EDGE_INK
+    of_height = figure.shape[0] / ink.shape[0]
+    of_width = figure.shape[1] / ink.shape[1]
+    is_cut_close = min(of_height, of_width) > CUT_CLOSE and figure.mean() > LEAST_FILLED
     touches_the_edge = bool(ink[[0, -1]].any() or ink[:, [0, -1]].any())
     return touches_the_edge and not is_cut_close
 
 
 def find_ink(away: np.ndarray, noise: float) -> np.ndarray:
-    """How far each pixel is on the line from the background's colour to the digit's.
+    """How far each pixel is on the line from the background's colour to the figure's.
 
     Either may be the brighter one, or both have the same grey (red on green).
 
@@ -203,8 +207,8 @@ def find_ink(away: np.ndarray, noise: float) -> np.ndarray:
     """
     squares = np.einsum("hwc,hwc->hw", away, away)
     if squares.max() < LEAST_CONTRAST**2:
-        raise BadImage("one plain colour, no digit in it")
-    # The strongest pixels say where the digit's colour lies.
+        raise BadImage("one plain colour, nothing drawn in it")
+    # The strongest pixels say where the figure's colour lies.
     towards = np.einsum("hwc,hw->c", away, squares)
     direction = towards / max(float(np.linalg.norm(towards)), 1e-12)
     ink = np.clip(np.einsum("hwc,c->hw", away, direction), 0, None)
@@ -292,13 +296,13 @@ def edge_colour(pixels: np.ndarray) -> tuple[np.ndarray, float]:
     edge = np.concatenate([side.reshape(-1, 3) for side in sides])
     colour = np.median(edge, axis=0)
     away = np.abs(edge - colour).max(axis=1)
-    # Without the ink of a digit that touches the edge.
+    # Without the ink of a figure that touches the edge.
     usual = away <= max(3 * float(np.median(away)), 1 / 255)
     return colour, float(away[usual].std())
 
 
 def without_dust(ink: np.ndarray) -> tuple[np.ndarray, list[Patch]]:
-    """The ink without patches that are too small for a part of the digit, as dust is, and the
+    """The ink without patches that are too small for a part of the figure, as dust is, and the
     patches that are left.
 
     One spot of dust would stretch the box.
@@ -347,21 +351,21 @@ def box_around(ink: np.ndarray) -> tuple[slice, slice]:
     """
     box = Image.fromarray(ink > 0).getbbox()
     if box is None:
-        raise BadImage("no digit in it")
+        raise BadImage("nothing drawn in it")
     left, top, right, bottom = box
     return slice(top, bottom), slice(left, right)
 
 
-def corner_in_field(digit: np.ndarray) -> tuple[int, int]:
-    """Row and column of the digit's upper left corner in MNIST's field, where its centre of mass is
+def corner_in_field(figure: np.ndarray) -> tuple[int, int]:
+    """Row and column of the figure's upper left corner in the field, where its centre of mass is
     in the middle.
 
-    The digit stays inside the field, wherever its weight lies.
+    The figure stays inside the field, wherever its weight lies.
     """
-    mass = max(float(digit.sum()), 1e-6)
-    height, width = digit.shape
-    row = float(digit.sum(axis=1) @ np.arange(height)) / mass
-    column = float(digit.sum(axis=0) @ np.arange(width)) / mass
+    mass = max(float(figure.sum()), 1e-6)
+    height, width = figure.shape
+    row = float(figure.sum(axis=1) @ np.arange(height)) / mass
+    column = float(figure.sum(axis=0) @ np.arange(width)) / mass
     top = min(max(round(CENTRE - row), 0), FIELD - height)
     left = min(max(round(CENTRE - column), 0), FIELD - width)
     return top, left

@@ -1,0 +1,110 @@
+"""Memory in which the state of a save waits for the disk: one copy, whose memory is used again."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Containers of a checkpoint, which holds plain values only
+MAPPINGS = (dict, OrderedDict, Counter)
+SEQUENCES = (list, tuple)
+
+
+class Staging:
+    """Copies checkpoints, each into the memory of the one before.
+
+    A tensor is copied with its storage, as torch saves it: tensors that share memory share it in
+    the copy, too. Every tensor is copied at every save, also one that is frozen: a teacher that is
+    averaged through ``.data`` changes without its version, and only its values would tell.
+
+    The copy is of the host. From a GPU the bytes go into pinned memory; the GPU copies them in
+    order with its other work, and the training thread does not wait for it.
+    """
+
+    def __init__(self) -> None:
+        # By the bytes that each holds: memory of the copy before.
+        self._free: dict[int, list[torch.UntypedStorage]] = {}
+        self._used: dict[int, list[torch.UntypedStorage]] = {}
+        self._copies: dict[tuple[str, int, int], torch.UntypedStorage] = {}
+        self._copied_on: set[torch.device] = set()
+
+    def copy(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """A copy that training cannot change. The one before is overwritten.
+
+        Args:
+            checkpoint: Plain values and tensors, nested.
+        """
+        # What the last copy did not need is let go of.
+        self._free = self._used
+        self._used = {}
+        self._copies = {}
+        self._copied_on = set()
+        copied: dict[str, Any] = self._copy(checkpoint)
+        return copied
+
+    def wait(self) -> None:
+        """Wait until the devices have copied everything. The thread that writes calls it."""
+        for device in self._copied_on:
+            torch.accelerator.synchronize(device)
+
+    def _copy(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._copy_tensor(value)
+        kind = type(value)
+        if kind in MAPPINGS:
+            copied = kind()
+            for key, item in value.items():
+                copied[key] = self._copy(item)
+            # nn.Module keeps the versions of its parts as an attribute of a state dict.
+            if kind is OrderedDict:
+                vars(copied).update(vars(value))
+            return copied
+        if kind in SEQUENCES:
+            return kind(self._copy(item) for item in value)
+        # Numbers and texts do not change, and of sets made_plain has made a copy.
+        return value
+
+    def _copy_tensor(self, tensor: Tensor) -> Tensor:
+        if tensor.layout != torch.strided:
+            return tensor.detach().to("cpu", copy=True)
+        storage = tensor.untyped_storage()
+        place = (str(tensor.device), storage.data_ptr(), storage.nbytes())
+        copy = self._copies.get(place)
+        if copy is None:
+            copy = self._memory(storage)
+            copy.copy_(storage, non_blocking=copy.is_pinned())
+            if tensor.device.type != "cpu":
+                self._copied_on.add(tensor.device)
+            self._copies[place] = copy
+        made = torch.empty(0, dtype=tensor.dtype)
+        made.set_(copy, tensor.storage_offset(), tensor.size(), tensor.stride())
+        # Views of complex numbers keep these two as bits of their own.
+        if tensor.is_conj():
+            made = made.conj()
+        return made.neg() if tensor.is_neg() else made
+
+    def _memory(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        size = storage.nbytes()
+        free = self._free.get(size)
+        if free:
+            memory = free.pop()
+        else:
+            memory = torch.UntypedStorage(size)
+            if storage.device.type == "cuda":
+                memory = memory.pin_memory()
+        self._used.setdefault(size, []).append(memory)
+        return memory
+
+
+def bytes_in(value: Any) -> int:
+    """The bytes of all tensors in nested plain values. Memory that is shared counts each time."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, MAPPINGS):
+        return sum(bytes_in(item) for item in value.values())
+    if isinstance(value, SEQUENCES):
+        return sum(bytes_in(item) for item in value)
+    return 0

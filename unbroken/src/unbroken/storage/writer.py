@@ -1,0 +1,53 @@
+"""The thread that writes checkpoints while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+
+class Writer:
+    """Writes one checkpoint at a time, in a thread that lives as long as the write.
+
+    Attributes:
+        seconds: What the last write took.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a write is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Let ``write`` run while the caller goes on. A write before it is waited for."""
+        self.wait()
+        self._thread = threading.Thread(target=self._run, args=(write,), name="checkpoint")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait for the write that is under way. What it has raised is raised here."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise what a write has raised, once. Nothing is waited for."""
+        error = self._error
+        self._error = None
+        if error is not None:
+            raise error
+
+    def _run(self, write: Callable[[], None]) -> None:
+        begun = time.perf_counter()
+        try:
+            write()
+        except BaseException as error:
+            self._error = error
+        self.seconds = time.perf_counter() - begun

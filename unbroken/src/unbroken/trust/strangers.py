@@ -1,0 +1,250 @@
+"""What is used of a stranger's configuration: plain values of ``model`` and ``data``, and classes
+that this file allows.
+
+The configuration is read here before the command line's parser sees it, and what comes out is a new
+one. It holds numbers, texts and classes; the parser imports and makes nothing else.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import nn
+from unbroken.errors import UserError, without_control_characters
+from unbroken.trust.places import is_place
+
+# Where the library's own modules, networks, layers and data modules are
+TASKS = ("unbroken.tasks", "unbroken.data")
+FACTORIES = "torchvision.models"
+# Sections that are used
+SECTIONS = ("model", "data")
+OF_A_CLASS = {"class_path", "init_args", "dict_kwargs"}
+# How a data module loads is a matter of this machine, as the Trainer's flags are.
+OF_THE_MACHINE = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+# More than any configuration holds. The parser takes long over a long text.
+LONGEST_TEXT = 1000
+DEEPEST = 40
+MOST_VALUES = 100_000
+# What YAML reads as something else than a text or a number: it could name a class.
+YAML = re.compile(r"^\s*([\[{&*!|>%@`?\"']|-\s)|:(\s|$)|\n")
+IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
+# Python has a module ``test``, whose names look like those of metrics: test.loss
+NO_PACKAGE = ("test",)
+
+
+def is_allowed(name: str, packages: Collection[str]) -> bool:
+    """Whether a stranger's file may name a class, or a factory of networks, by its import path.
+
+    Nothing is imported to find out, but the modules of ``packages`` and of the library.
+
+    Args:
+        name: MODULE.NAME.
+        packages: The user's own, and the modules in them.
+    """
+    module, _, last = name.rpartition(".")
+    root = name.partition(".")[0]
+    if last.startswith("_"):
+        return False
+    if root in packages:
+        found = _found_in_own(module, last)
+        return inspect.isclass(found) and found.__module__.partition(".")[0] in packages
+    if root not in ("torch", "torchvision", "unbroken"):
+        return False
+    if _is_below(module, FACTORIES) and importlib.util.find_spec("torchvision") is not None:
+        models = importlib.import_module(FACTORIES)
+        return last in models.list_models() and _found(module, last) is models.get_model_builder(
+            last
+        )
+    if any(_is_below(module, home) for home in TASKS):
+        importlib.import_module(".".join(module.split(".")[:2]))
+    found = _found(module, last)
+    if isinstance(found, torch.dtype):
+        return module == "torch"
+    if not inspect.isclass(found) or found.__qualname__ != found.__name__:
+        return False
+    home = found.__module__
+    if _is_below(home, "torch.nn.modules"):
+        return issubclass(found, nn.Module)
+    if _is_below(home, "torch.optim"):
+        return issubclass(found, torch.optim.Optimizer | torch.optim.lr_scheduler.LRScheduler)
+    is_ours = any(_is_below(home, task) for task in TASKS)
+    return is_ours and issubclass(found, nn.Module | LightningDataModule)
+
+
+def _is_below(module: str, package: str) -> bool:
+    return f"{module}.".startswith(f"{package}.")
+
+
+def _found(module: str, name: str) -> Any:
+    """What an imported module holds under a name, or None."""
+    there = sys.modules.get(module)
+    # Not getattr: a module may import more where it is asked for a name that it lacks.
+    return vars(there).get(name) if isinstance(there, ModuleType) else None
+
+
+def _found_in_own(module: str, name: str) -> Any:
+    """What a module of the user's own holds under a name, or None. It is imported if it is a
+    package, or defines a class of that name: a script is not run to find out.
+    """
+    if module not in sys.modules and not _defines(module, name):
+        return None
+    importlib.import_module(module)
+    return _found(module, name)
+
+
+def _defines(module: str, name: str) -> bool:
+    parts = module.split(".")
+    above = sys.modules.get(parts[0]) or importlib.import_module(parts[0])
+    for folder in map(Path, getattr(above, "__path__", [])):
+        file = folder.joinpath(*parts[1:])
+        if (file / "__init__.py").is_file():
+            return True
+        if file.with_suffix(".py").is_file():
+            tree = ast.parse(file.with_suffix(".py").read_text(encoding="utf-8"))
+            return any(isinstance(node, ast.ClassDef) and node.name == name for node in tree.body)
+    return False
+
+
+@dataclass
+class Stranger:
+    """A stranger's configuration as it is read.
+
+    Attributes:
+        path: His file.
+        packages: The packages whose classes are the user's own.
+        typed: What the user has typed, by the full name without ``init_args``. It wins, so that
+            what the file says there is not looked at.
+    """
+
+    path: Path
+    packages: Collection[str]
+    typed: Mapping[str, Any]
+    _count: int = 0
+
+    def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """What is used of a configuration.
+
+        Raises:
+            UserError: It names a class that is not allowed, or is no configuration of plain values.
+        """
+        return {
+            part: self._value(part, part, config[part], 0)
+            for part in SECTIONS
+            if config.get(part) is not None
+        }
+
+    def _value(self, place: str, name: str, value: Any, depth: int) -> Any:
+        self._count += 1
+        if depth > DEEPEST or self._count > MOST_VALUES:
+            raise UserError(f"--ckpt_path {self.path}: its configuration is too large or too deep.")
+        if value is None or type(value) in (bool, int, float):
+            return value
+        if type(value) is str:
+            self._refuse_text(place, value)
+            return value
+        if type(value) is list:
+            return [self._value(place, name, item, depth + 1) for item in value]
+        if type(value) is not dict:
+            self._refuse(place, f"is a {type(value).__name__}, which is no plain value")
+        if OF_A_CLASS & value.keys():
+            return self._class(place, value, depth)
+        return self._entries(place, value, depth)
+
+    def _entries(self, place: str, values: dict[Any, Any], depth: int) -> dict[str, Any]:
+        """The entries of a mapping, less those that are typed, and those that are places."""
+        kept: dict[str, Any] = {}
+        for key, value in values.items():
+            if type(key) is not str or "." in key or key.startswith("__"):
+                self._refuse(place, "has a key that is no name")
+            self._refuse_text(place, key)
+            full = f"{place}.{key}"
+            if self._is_typed(full) or _holds_place(key, value):
+                continue
+            kept[key] = self._value(full, key, value, depth + 1)
+        return kept
+
+    def _is_typed(self, place: str) -> bool:
+        """Whether the user typed a value, or a class with its arguments in one text."""
+        named = self.typed.get(f"{place}.class_path")
+        return place in self.typed or not re.fullmatch(r"[\w.]+", str(named))
+
+    def _class(self, place: str, value: dict[Any, Any], depth: int) -> dict[str, Any]:
+        name = value.get("class_path")
+        if value.keys() - OF_A_CLASS or type(name) is not str:
+            self._refuse(place, "is no class with arguments")
+        typed = self.typed.get(f"{place}.class_path")
+        if typed is None:
+            self._refuse_name(place, name)
+        elif str(typed).rpartition(".")[2] != name.rpartition(".")[2]:
+            # The arguments are those of another class.
+            return {"class_path": str(typed)}
+        made: dict[str, Any] = {"class_path": name if typed is None else str(typed)}
+        for key in ("init_args", "dict_kwargs"):
+            arguments = value.get(key)
+            if arguments is None:
+                continue
+            if type(arguments) is not dict:
+                self._refuse(place, "has arguments without names")
+            made[key] = self._entries(place, arguments, depth)
+        arguments = made.setdefault("init_args", {})
+        if place == "data":
+            made["init_args"] = {k: v for k, v in arguments.items() if k not in OF_THE_MACHINE}
+        elif _is_below(name, FACTORIES):
+            # Some download by default.
+            taken = inspect.signature(_found(*name.rpartition(".")[::2])).parameters
+            weights = [key for key in (*taken, *arguments) if key.startswith(("weights", "pretr"))]
+            made["init_args"] = arguments | dict.fromkeys(weights)
+            made.pop("dict_kwargs", None)
+        return made
+
+    def _refuse_text(self, place: str, text: str) -> None:
+        if len(text) > LONGEST_TEXT:
+            self._refuse(place, f"has a text of {len(text):,} characters")
+        if YAML.search(text):
+            self._refuse(place, f"is no plain text: {text[:80]}")
+        root = text.partition(".")[0]
+        if IMPORT_PATH.fullmatch(text) and root not in NO_PACKAGE and _can_be_imported(root):
+            self._refuse_name(place, text)
+
+    def _refuse_name(self, place: str, name: str) -> None:
+        try:
+            allowed = IMPORT_PATH.fullmatch(name) and is_allowed(name, self.packages)
+        except Exception:
+            # A module of the user's own does not run.
+            allowed = False
+        if not allowed:
+            named = f"names {name[:200]}, which is no class of yours, of a task or of torch.nn"
+            self._refuse(place, named, f"type --{place} CLASS, or")
+
+    def _refuse(self, place: str, what: str, way: str = "") -> NoReturn:
+        shown = without_control_characters(f"{place[:100]} in its configuration {what}")
+        way = f"{without_control_characters(way[:100])} " if way else ""
+        raise UserError(
+            f"--ckpt_path {self.path}: {shown}. Nothing was imported. To use it, {way}add"
+            " --trust_checkpoint true if you trust who made the file."
+        )
+
+
+def _holds_place(key: str, value: Any) -> bool:
+    items = value if type(value) is list else [value]
+    return any(type(each) is str and is_place(key, each) for each in items)
+
+
+def _can_be_imported(root: str) -> bool:
+    """Whether there is a top-level module of this name. Nothing is imported."""
+    try:
+        return root in sys.modules or importlib.util.find_spec(root) is not None
+    except (ImportError, ValueError):
+        return False

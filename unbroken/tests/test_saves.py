@@ -1,0 +1,238 @@
+"""What a save costs, and what a disk that fails does: copies in memory, a thread that writes."""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from tests.commands import checkpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from unbroken import ExactCheckpoint
+from unbroken.errors import NotSaved
+from unbroken.storage import checkpoint_files, files, run_files
+from unbroken.storage.files import NotWritten, copy_atomically
+from unbroken.storage.staging import Staging, bytes_in
+from unbroken.storage.writer import Writer
+
+
+class Small(LightningModule):
+    """A line through points, whose weights change at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = self.line(batch[0]).square().mean()
+        self.log("train_loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def fit(keep: ExactCheckpoint, steps: int = 8, kind: type[Small] = Small) -> Small:
+    """Train ``steps`` steps, from the start."""
+    torch.manual_seed(1)
+    module = kind()
+    data = TensorDataset(torch.linspace(-1, 1, 3 * steps).reshape(steps, 3))
+    trainer = Trainer(
+        max_epochs=1,
+        accelerator="cpu",
+        callbacks=[keep],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, DataLoader(data, batch_size=1))
+    return module
+
+
+@pytest.fixture
+def _every_save_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_files, "WRITTEN_AT_ONCE", 0)
+
+
+@pytest.mark.usefixtures("_every_save_is_large")
+def test_a_file_holds_the_step_at_which_it_was_saved_however_late_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights: dict[int, Tensor] = {}
+    written: dict[int, Tensor] = {}
+    steps_done: list[int] = [0]
+    write = checkpoint_files.save_to
+
+    def late(contents: dict[str, Any], path: Path) -> None:
+        # The weights are changed by the next step before a byte is written.
+        step = contents["global_step"]
+        while step < 6 and steps_done[0] == step:
+            time.sleep(0.001)
+        write(contents, path)
+        written[step] = contents["state_dict"]["line.weight"].clone()
+
+    class Watches(Small):
+        def on_train_batch_end(self, *_: Any) -> None:
+            steps_done[0] = self.global_step
+            weights[self.global_step] = self.line.weight.detach().clone()
+
+    monkeypatch.setattr(checkpoint_files, "save_to", late)
+    fit(ExactCheckpoint(tmp_path, every="2"), 6, Watches)
+    assert set(written) == {2, 4, 6}
+    assert all(torch.equal(written[step], weights[step]) for step in written)
+    assert checkpoint(tmp_path / "last.ckpt")["global_step"] == 6
+
+
+@pytest.mark.usefixtures("_every_save_is_large")
+def test_runs_with_saves_in_the_background_have_the_weights_of_one_without(tmp_path: Path) -> None:
+    saved = fit(ExactCheckpoint(tmp_path / "saved", every="1"))
+    unsaved = fit(ExactCheckpoint(None))
+    assert torch.equal(saved.line.weight, unsaved.line.weight)
+    last = checkpoint(tmp_path / "saved" / "last.ckpt")["state_dict"]["line.weight"]
+    assert torch.equal(last, unsaved.line.weight)
+
+
+@pytest.mark.parametrize("size", [0, 2**30], ids=["in the background", "at once"])
+def test_a_disk_that_fails_for_a_while_ends_no_run(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run_files, "WRITTEN_AT_ONCE", size)
+    write = checkpoint_files.save_to
+    tries: list[int] = []
+
+    def fails_every_third_time(contents: dict[str, Any], path: Path) -> None:
+        tries.append(contents["global_step"])
+        if len(tries) % 3 == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(contents, path)
+
+    monkeypatch.setattr(checkpoint_files, "save_to", fails_every_third_time)
+    fit(ExactCheckpoint(tmp_path, every="1"))
+    told = capsys.readouterr().out
+    assert tries == [1, 2, 3, 4, 5, 6, 7, 8, 8]
+    assert told.count("nothing is saved:") == 3
+    assert told.count("No space left on device") == 3
+    assert told.count("the run is saved again") == 3
+    assert checkpoint(tmp_path / "last.ckpt")["global_step"] == 8
+    assert sorted(path.name for path in tmp_path.iterdir() if ".part" in path.name) == []
+
+
+def test_a_run_whose_last_state_cannot_be_saved_says_so_and_keeps_the_file_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoint_files.save_to
+
+    def has_room_for_three_steps(contents: dict[str, Any], path: Path) -> None:
+        if contents["global_step"] > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(contents, path)
+
+    monkeypatch.setattr(checkpoint_files, "save_to", has_room_for_three_steps)
+    with pytest.raises(NotSaved, match=r"its last state is not saved: .*No space left on device"):
+        fit(ExactCheckpoint(tmp_path, every="1"))
+    assert checkpoint(tmp_path / "last.ckpt")["global_step"] == 3
+
+
+@pytest.mark.usefixtures("_every_save_is_large")
+def test_what_a_write_in_the_background_raises_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def breaks(contents: dict[str, Any], path: Path) -> None:
+        raise ValueError("a fault of ours")
+
+    monkeypatch.setattr(checkpoint_files, "save_to", breaks)
+    with pytest.raises(ValueError, match="a fault of ours"):
+        fit(ExactCheckpoint(tmp_path, every="1"))
+
+
+def test_saves_that_cost_too_much_come_less_often_and_a_line_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keep = ExactCheckpoint(tmp_path, every="60s")
+    costs = keep.files.costs
+    assert keep._interval() == 60
+    costs.write_seconds, costs.last_wait_seconds = 4.1, 0.3
+    assert keep._interval() == pytest.approx(220)
+    assert keep._interval() == pytest.approx(220)
+    told = capsys.readouterr().out
+    assert told == (
+        "a save takes 4.1 s of writing and 0.3 s of waiting: every 220 s in the place of every"
+        " 60 s.\n"
+    )
+
+
+def test_a_copy_shares_what_its_tensors_share_and_uses_its_memory_again() -> None:
+    staging = Staging()
+    whole = torch.arange(12.0).reshape(3, 4)
+    state = {"whole": whole, "row": whole[1], "numbers": [1, (2.5, "text")], "other": torch.ones(2)}
+    first = staging.copy(state)
+    place = first["whole"].data_ptr()
+    whole.zero_()
+    assert torch.equal(first["row"], torch.tensor([4.0, 5, 6, 7]))
+    assert first["row"].untyped_storage().data_ptr() == first["whole"].untyped_storage().data_ptr()
+    assert first["numbers"] == [1, (2.5, "text")]
+    again = staging.copy(state)
+    assert again["whole"].data_ptr() == place
+    assert not again["row"].any()
+
+
+def test_the_bytes_of_a_state_are_counted_at_any_depth() -> None:
+    assert bytes_in({"a": [torch.zeros(3)], "b": (torch.zeros(2, dtype=torch.int64), "x", 1)}) == 28
+
+
+def test_a_copied_file_is_not_damaged_with_the_other_one(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_bytes(b"whole" * 1000)
+    copy_atomically(first, second)
+    with open(first, "r+b") as file:
+        file.write(b"damage")
+    assert second.read_bytes() == b"whole" * 1000
+
+
+def test_a_copy_that_fails_leaves_what_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.write_bytes(b"new")
+    second.write_bytes(b"old")
+
+    def fails(path: Path) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(files, "flush", fails)
+    with pytest.raises(NotWritten, match="Input/output error"):
+        copy_atomically(first, second)
+    assert second.read_bytes() == b"old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "second"]
+
+
+def test_a_writer_writes_one_at_a_time_and_tells_an_error_once() -> None:
+    writer = Writer()
+    order: list[str] = []
+    go = threading.Event()
+
+    def first() -> None:
+        assert go.wait(10)
+        order.append("first")
+
+    writer.begin(first)
+    assert writer.is_busy
+    go.set()
+    writer.begin(lambda: order.append("second"))
+    writer.wait()
+    assert order == ["first", "second"]
+    assert not writer.is_busy
+
+    def breaks() -> None:
+        raise OSError("gone")
+
+    writer.begin(breaks)
+    with pytest.raises(OSError, match="gone"):
+        writer.wait()
+    writer.wait()
