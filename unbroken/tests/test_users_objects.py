@@ -14,7 +14,6 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.utils.data import DataLoader, TensorDataset
-
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.loading import ExactLoading
