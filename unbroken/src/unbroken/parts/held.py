@@ -180,11 +180,10 @@ class _Look:
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
         lightnings = [*trainer.optimizers, *schedules, *everyone, *trainer.loggers, data]
-        # What Lightning saves itself, and what is read for the training and its evaluations.
-        self.seen_to = {id(each) for each in lightnings}
         self.named = list(module.named_modules())
-        self.layers = {id(each) for _, each in self.named}
-        self.weights = {id(each) for each in module.parameters()}
+        # What Lightning saves itself.
+        self.seen_to = {id(each) for each in (*lightnings, *module.parameters())}
+        self.seen_to |= {id(each) for _, each in self.named}
         self.optimizer_states = {id(each.state) for each in trainer.optimizers}
         self.read = _read_by(trainer)
 
@@ -240,32 +239,28 @@ class _Look:
 
     def _opened(self, place: Place) -> list[Place]:
         """Note an object, and return what it holds and may be of interest."""
-        name, value, depth, inside = place
+        name, value = place.name, place.value
         if isinstance(value, GENERATORS):
             if draws_from_a_state(value):
                 self.held.generators[name] = value
             return []
-        if self._is_kept_elsewhere(value):
+        if id(value) in self.seen_to:
             return []
         if isinstance(value, nn.Module | nn.Parameter):
+            # A compiled one is of a class of the machinery, and none the less a teacher.
             return self._hidden_module(place)
+        if self._is_kept_elsewhere(value):
+            return []
         if isinstance(value, CONTAINERS) and not hasattr(type(value), "load_state_dict"):
             return self._container(place)
         if id(value) in self.read or isinstance(value, Dataset | Sampler | DataLoader):
             return self._part_of_data(place)
         if declares_state(value):
             return self._declared(place)
-        if isinstance(value, Callback):
-            within = inside._replace(keeps=False, tells=False)
-            return self._attributes(name, value, within, depth)
-        if inside.keeps and is_object(value):
-            return self._owner(name, value, inside, depth)
-        return self._foreign(place)
+        return self._object(place)
 
     def _is_kept_elsewhere(self, value: Any) -> bool:
         """Whether Lightning or another part keeps an object, or there is nothing to keep of it."""
-        if id(value) in self.seen_to or id(value) in self.layers or id(value) in self.weights:
-            return True
         if isinstance(value, contract.KeepsSums):
             return True
         is_read = id(value) in self.read
@@ -380,7 +375,7 @@ class _Look:
         return self._attributes(name, value, within, depth)
 
     def _optimizer(self, name: str, optimizer: Any, inside: Inside, depth: int) -> list[Place]:
-        """The state dict that torch makes of an optimizer lacks what a subclass keeps in attributes."""
+        """A state dict of torch's optimizers lacks what a subclass keeps in attributes."""
         if inside.keeps and is_not_overridden(optimizer, Optimizer):
             return self._owner(name, optimizer, inside, depth)
         within = inside._replace(keeps=False, tells=False, takes=False)
@@ -394,9 +389,16 @@ class _Look:
         within = inside._replace(keeps=False, tells=False, takes=takes)
         return self._attributes(name, schedule, within, depth)
 
-    def _foreign(self, place: Place) -> list[Place]:
-        """An object of a package. What it keeps is not kept, but what it holds may be."""
+    def _object(self, place: Place) -> list[Place]:
+        """An object without a state. Of a package's, attributes are not kept, but what it holds may
+        be.
+        """
         name, value, depth, inside = place
+        if isinstance(value, Callback):
+            within = inside._replace(keeps=False, tells=False)
+            return self._attributes(name, value, within, depth)
+        if inside.keeps and is_object(value):
+            return self._owner(name, value, inside, depth)
         inside = inside._replace(attribute=inside.attribute or name)
         if not hasattr(value, "__dict__") and not walk.names_of_slots(type(value)):
             self._tell(name, Identity(value), inside)

@@ -195,22 +195,27 @@ def is_plain_dataclass(kind: type) -> bool:
     return kind.__bases__ == (object,) and is_users_own(kind)
 
 
-@functools.cache
 def is_users_own(kind: type) -> bool:
     """Whether a class is neither Python's nor of an installed package.
 
     The library's tasks count as the user's, wherever it lies: he configures them and inherits from
     them.
     """
-    if kind.__module__.startswith(TASKS):
+    return is_users_module(kind.__module__)
+
+
+@functools.cache
+def is_users_module(name: str) -> bool:
+    """Whether the classes of a module are the user's own."""
+    if name.startswith(TASKS):
         return True
-    module = sys.modules.get(kind.__module__)
-    if kind.__module__.partition(".")[0] in sys.stdlib_module_names or module is None:
+    module = sys.modules.get(name)
+    if name.partition(".")[0] in sys.stdlib_module_names or module is None:
         return False
     file = getattr(module, "__file__", None)
     if file is None:
         # What was typed into an interpreter or a notebook has no file, as have built-in classes.
-        return kind.__module__ == "__main__"
+        return name == "__main__"
     return not {"site-packages", "dist-packages"}.intersection(Path(file).parts)
 
 

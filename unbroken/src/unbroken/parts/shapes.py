@@ -54,11 +54,12 @@ class Shapes:
             self._optimizers = optimizers
         schedules = names_of_schedules(trainer)
         if schedules != self._schedules:
+            before = " and ".join(self._schedules) or "none"
+            now = " and ".join(schedules) or "none"
             found.append(
                 "a resume will not be exact, or be refused: training has changed the schedules from"
-                f" {' and '.join(self._schedules) or 'none'} to {' and '.join(schedules) or 'none'}."
-                " Let configure_optimizers make those that the checkpoint holds: on_load_checkpoint"
-                " is called before it."
+                f" {before} to {now}. Let configure_optimizers make those that the checkpoint"
+                " holds: on_load_checkpoint is called before it."
             )
             self._schedules = schedules
         return found
@@ -89,11 +90,8 @@ def trained_by(trainer: Trainer) -> set[str]:
 
 def line_of_weights(before: dict[str, Any], now: dict[str, Any]) -> str:
     """What has changed in the sizes and names of weights, and what helps."""
-    changes: list[str] = []
-    for name in now.keys() - before.keys():
-        changes.append(f"{name} is new")
-    for name in before.keys() - now.keys():
-        changes.append(f"{name} is gone")
+    changes = [f"{name} is new" for name in now.keys() - before.keys()]
+    changes += [f"{name} is gone" for name in before.keys() - now.keys()]
     for name in before.keys() & now.keys():
         if before[name] != now[name]:
             sizes = f"{tuple(before[name])} to {tuple(now[name])}"
@@ -121,8 +119,8 @@ def line_of_optimizers(before: list[Any], now: list[Any]) -> str:
     """What has changed in the optimizers, and what helps."""
     return (
         "a resume will not be exact, or be refused: training has changed the optimizers from"
-        f" {in_words(before)} to {in_words(now)}, and configure_optimizers makes those of the start."
-        " Let it make what the checkpoint holds: on_load_checkpoint is called before it."
+        f" {in_words(before)} to {in_words(now)}, and configure_optimizers makes those of the"
+        " start. Let it make what the checkpoint holds: on_load_checkpoint is called before it."
     )
 
 

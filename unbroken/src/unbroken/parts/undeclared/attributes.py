@@ -75,11 +75,11 @@ class PlainAttributes:
 
     @staticmethod
     def _changed(held: Held, before: Mapping[str, Any]) -> dict[str, Any]:
-        changed: dict[str, Any] = {}
-        for name, value in held.attributes.items():
-            if name not in before or not is_unchanged(value, before[name]):
-                changed[name] = value
-        return changed
+        return {
+            name: value
+            for name, value in held.attributes.items()
+            if name not in before or not is_unchanged(value, before[name])
+        }
 
     def undo(self, held: Held, device: torch.device) -> None:
         """Put back what has changed since :meth:`begin`.
