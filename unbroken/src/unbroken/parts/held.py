@@ -28,12 +28,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer
+from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric
-from unbroken import contract
 from unbroken.holding import walk
 from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF_DATA
 from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
@@ -222,6 +222,9 @@ class _Look:
         # A callback keeps what its state_dict says, as Lightning has it.
         inside = Inside(keeps=False, tells=False)
         for callback in users_callbacks(self.trainer):
+            if isinstance(callback, Logger):
+                # What a tracker keeps is no part of the training.
+                continue
             kind = type(callback).__qualname__
             name = f"callbacks.{kind}.{of_class[kind]}"
             of_class[kind] += 1
@@ -261,7 +264,8 @@ class _Look:
 
     def _is_kept_elsewhere(self, value: Any) -> bool:
         """Whether Lightning or another part keeps an object, or there is nothing to keep of it."""
-        if isinstance(value, contract.KeepsSums):
+        # The class is asked: an object of a package may answer for names that it does not have.
+        if hasattr(type(value), "metric_state") and hasattr(type(value), "load_metric_state"):
             return True
         is_read = id(value) in self.read
         return not is_read and type(value).__module__.startswith((*MACHINERY, *NOT_THE_USERS))
