@@ -289,3 +289,13 @@ def test_a_script_in_a_container_computes_with_as_many_threads_as_it_has_cores(
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("argument", [{"enable_checkpointing": False}, {"barebones": True}])
+def test_a_trainer_that_is_to_save_nothing_is_refused_with_our_name(
+    workplace: Path, argument: dict[str, Any]
+) -> None:
+    keep = ExactCheckpoint("r")
+    with pytest.raises(UserError, match="leave out what ExactCheckpoint is for"):
+        Trainer(callbacks=[keep], accelerator="cpu", **argument)
+    Trainer(accelerator="cpu", **argument)

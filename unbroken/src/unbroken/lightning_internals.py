@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import launchers
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from unbroken.errors import UserError
@@ -43,6 +44,9 @@ NAMES = {
     ],
     "lightning.pytorch.trainer.connectors.accelerator_connector": [
         "_AcceleratorConnector.is_distributed",
+    ],
+    "lightning.pytorch.trainer.connectors.callback_connector": [
+        "_CallbackConnector._configure_checkpoint_callbacks",
     ],
     "lightning.pytorch.trainer.connectors.checkpoint_connector": [
         "_CheckpointConnector.hpc_save_path",
@@ -108,6 +112,34 @@ def _version_of(module: str) -> str:
     except importlib.metadata.PackageNotFoundError:
         # It comes with Python.
         return f"Python {platform.python_version()}"
+
+
+# The Trainer's making
+
+
+def refuse_without_checkpointing(kind: type[Callback]) -> None:
+    """Let a Trainer that has a callback of this kind, and ``enable_checkpointing=False``, end in
+    one line that names both.
+
+    Buys: Lightning says that a ModelCheckpoint was found, where there is none. Public way missing:
+    nothing of a callback's is called while a Trainer is made.
+    """
+    original: Any = callback_connector._CallbackConnector._configure_checkpoint_callbacks
+    if getattr(original, "refuses", None) is kind:
+        return
+
+    def configure(self: Any, enable_checkpointing: bool) -> None:
+        has_one = any(isinstance(callback, kind) for callback in self.trainer.callbacks)
+        if has_one and not enable_checkpointing:
+            raise UserError(
+                f"Trainer(enable_checkpointing=False) and Trainer(barebones=True) leave out what"
+                f" {kind.__name__} is for: remove that argument, or the callback."
+            )
+        original(self, enable_checkpointing)
+
+    configure.refuses = kind  # type: ignore[attr-defined]
+    connector: Any = callback_connector._CallbackConnector
+    connector._configure_checkpoint_callbacks = configure
 
 
 # Stopping

@@ -138,6 +138,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         requeue_signal: int | None = None,
         chosen: Chosen | None = None,
     ) -> None:
+        lightning_internals.refuse_without_checkpointing(ExactCheckpoint)
         self.saves = folder is not None
         # W&B and others may change the working folder later.
         self.folder = Path(folder if folder is not None else ".").absolute()

@@ -167,5 +167,5 @@ class Job(Program):
             # Given by its word, it would print hundreds of long lines and leave no file.
             kind = LIGHTNINGS_PROFILERS[flags["profiler"]]
             flags["profiler"] = kind(dirpath=run.folder, filename="profile")
-            say(f"the profile will be in {os.path.relpath(run.folder)}/fit-profile-0.txt")
+            say(f"the profile will be in {os.path.relpath(run.folder)}/fit-profile.txt")
         return build_trainer(flags, config.chosen)
