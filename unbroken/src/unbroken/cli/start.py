@@ -283,7 +283,7 @@ class Terminal(io.FileIO):
     A run that ignores SIGHUP goes on then, and one that does not has its last lines to print.
     """
 
-    def write(self, data: Any) -> int | None:
+    def write(self, data: Any, /) -> int:
         try:
             return super().write(data)
         except OSError as error:
