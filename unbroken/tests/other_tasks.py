@@ -134,6 +134,25 @@ class Line(L.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
 
+class Forces(Line):
+    """Its outputs are gradients of an energy, in a test, too."""
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        x = batch[0].clone().requires_grad_()
+        with torch.enable_grad():
+            (force,) = torch.autograd.grad(self.last(self.first(x)).sum(), x)
+        self.log("test_force", force.abs().mean())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(table(40), batch_size=8, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(table(12), batch_size=8)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(table(13), batch_size=8)
+
+
 class Habitual(Line):
     """Does what code for Lightning's own logger does: a folder beside the log, hyperparameters of
     any type.

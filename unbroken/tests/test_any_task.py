@@ -787,3 +787,18 @@ def test_the_line_that_starts_from_another_runs_weights_also_goes_on(
     stopped = train("stopped", *line)
     assert "tensors taken" not in capsys.readouterr().out
     assert_same_run(undisturbed, stopped)
+
+
+def test_a_run_whose_test_needs_gradients_is_tested_without_a_flag() -> None:
+    best = train("forces", *of("Forces", "--inference_mode", "false")) / "best.ckpt"
+    assert test_command.main("numerals", ["--ckpt_path", str(best)]) == 0
+
+
+def test_a_profiler_that_is_named_writes_into_the_runs_folder_and_prints_little(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = train("profiled", *of("Forces", "--inference_mode", "false", "--profiler", "simple"))
+    assert "run_training_batch" in (folder / "fit-profile.txt").read_text()
+    told = capsys.readouterr()
+    assert f"the profile will be in {folder}/fit-profile.txt" in told.out
+    assert "run_training_batch" not in told.out + told.err

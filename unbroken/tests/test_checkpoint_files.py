@@ -156,7 +156,7 @@ def test_two_resumes_of_one_run_at_once_the_second_is_refused(
         kill_group(process)
 
 
-def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_whole(
+def test_a_run_that_ends_on_a_full_disk_says_so_in_one_line_and_keeps_what_was_whole(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = workplace / "disk"
@@ -185,7 +185,7 @@ def test_a_full_disk_ends_the_run_with_one_line_and_keeps_what_was_whole(
         (disk / "filler").write_bytes(b"x" * max(0, shutil.disk_usage(disk).free - 200_000))
         capsys.readouterr()
         code = entry.exit_code(fit.main, [*arguments, "--ckpt_path", "auto", "--max_epochs", "3"])
-        assert code == 2
+        assert code == 1
         told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert len(told) == 1
         assert "No space left" in told[0]

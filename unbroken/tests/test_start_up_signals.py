@@ -83,7 +83,7 @@ def seconds_to_first_step(words: list[str], log: Path) -> float:
 # Rank zero, which starts rank one as Lightning does, and tells its process id.
 RANK_ZERO = """
 import os, subprocess, sys, time
-code = "from unbroken import signals; signals.install(); print(1, flush=True);" \\
+code = "from unbroken.stopping import signals; signals.install(); print(1, flush=True);" \\
     "import time; time.sleep(60)"
 rank = subprocess.Popen(
     [sys.executable, "-c", code], env={**os.environ, "LOCAL_RANK": "1"}, stdout=subprocess.PIPE
@@ -120,7 +120,7 @@ def test_a_rank_that_starts_ends_with_the_process_that_has_started_it() -> None:
 def test_a_rank_whose_rank_zero_has_ended_before_it_began_ends(is_alive: bool, code: int) -> None:
     rank_zero = os.getpid() if is_alive else 1
     variables = {"LOCAL_RANK": "1", "UNBROKEN_RANK_ZERO_PID": str(rank_zero)}
-    words = [sys.executable, "-c", "from unbroken import signals; signals.install()"]
+    words = [sys.executable, "-c", "from unbroken.stopping import signals; signals.install()"]
     assert subprocess.run(words, env={**os.environ, **variables}, timeout=20).returncode == code
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import shlex
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -204,6 +206,31 @@ def test_a_closed_terminal_saves_the_step(tmp_path: Path) -> None:
     assert (
         "--run_name r --ckpt_path auto" in log.read_text()
     )  # a log file: nobody sees the terminal
+
+
+@nightly
+@pytest.mark.parametrize(("action", "epochs", "code"), [("IGN", 3, 0), ("DFL", 1000, 143)])
+def test_a_terminal_that_is_gone_ends_no_run_that_ignores_it(
+    action: str, epochs: int, code: int
+) -> None:
+    master, slave = os.openpty()
+
+    def take_the_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGHUP, getattr(signal, f"SIG_{action}"))
+
+    words = command("fit", *SMALL, "--max_epochs", str(epochs), "--run_name", "r")
+    process = subprocess.Popen(
+        words, stdin=slave, stdout=slave, stderr=slave, preexec_fn=take_the_terminal
+    )
+    os.close(slave)
+    told = b""
+    while b"epoch 1" not in told:
+        told += os.read(master, 1 << 16)
+    os.close(master)
+    assert process.wait(60) == code
+    assert Path("checkpoints/r/last.ckpt").exists()
 
 
 @nightly

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.metadata
+import inspect
 import platform
 import threading
 import warnings
@@ -21,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.strategies import launchers
 from lightning.pytorch.trainer import call
+from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from unbroken.errors import UserError
@@ -42,9 +45,16 @@ NAMES = {
     "lightning.pytorch.trainer.connectors.accelerator_connector": [
         "_AcceleratorConnector.is_distributed",
     ],
+    "lightning.pytorch.trainer.connectors.callback_connector": [
+        "_CallbackConnector._configure_checkpoint_callbacks",
+    ],
+    "lightning.pytorch.trainer.connectors.checkpoint_connector": [
+        "_CheckpointConnector.hpc_save_path",
+    ],
     "lightning.pytorch.trainer.connectors.logger_connector": [
         "_LoggerConnector.should_reset_tensors",
     ],
+    "lightning.pytorch.strategies.launchers": ["_MultiProcessingLauncher"],
     "lightning.pytorch.loops.loop": ["_Loop.restarting"],
     "lightning.pytorch.loops.evaluation_loop": [
         "_EvaluationLoop._is_sequential",
@@ -101,6 +111,34 @@ def _version_of(module: str) -> str:
         return f"Python {platform.python_version()}"
 
 
+# The Trainer's making
+
+
+def refuse_without_checkpointing(kind: type[Callback]) -> None:
+    """Let a Trainer that has a callback of this kind, and ``enable_checkpointing=False``, end in
+    one line that names both.
+
+    Buys: Lightning says that a ModelCheckpoint was found, where there is none. Public way missing:
+    nothing of a callback's is called while a Trainer is made.
+    """
+    original: Any = callback_connector._CallbackConnector._configure_checkpoint_callbacks
+    if getattr(original, "refuses", None) is kind:
+        return
+
+    def configure(self: Any, enable_checkpointing: bool) -> None:
+        has_one = any(isinstance(callback, kind) for callback in self.trainer.callbacks)
+        if has_one and not enable_checkpointing:
+            raise UserError(
+                f"Trainer(enable_checkpointing=False) and Trainer(barebones=True) leave out what"
+                f" {kind.__name__} is for: remove that argument, or the callback."
+            )
+        original(self, enable_checkpointing)
+
+    configure.refuses = kind  # type: ignore[attr-defined]
+    connector: Any = callback_connector._CallbackConnector
+    connector._configure_checkpoint_callbacks = configure
+
+
 # Stopping
 
 
@@ -116,7 +154,66 @@ def leave_signals_alone(trainer: Trainer) -> None:
     def nothing() -> None: ...
 
     trainer._signal_connector.register_signal_handlers = nothing  # type: ignore[method-assign]
+    trainer._signal_connector.received_sigterm = False
     trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = nothing  # type: ignore[method-assign]
+
+
+def let_lightning_handle_signals(trainer: Trainer) -> None:
+    """Undo :func:`leave_signals_alone`: a later ``trainer.predict`` is Lightning's own again."""
+    vars(trainer._signal_connector).pop("register_signal_handlers", None)
+    vars(trainer.fit_loop.epoch_loop).pop("_broadcast_sigterm_tensor", None)
+
+
+def note_sigterm(trainer: Trainer) -> None:
+    """Let ``trainer.received_sigterm`` be true: the step is saved, and the run ends now.
+
+    Lightning's loops would raise at once where it is true, before anything is saved. Public way
+    missing: the property has no setter.
+    """
+    trainer._signal_connector.received_sigterm = True
+
+
+def cluster_environment(trainer: Trainer) -> Any:
+    """The plugin that knows the cluster. Buys SLURM's requeue in a script. Public way missing: only
+    strategies of several ranks have it.
+    """
+    return trainer._accelerator_connector.cluster_environment
+
+
+def start_method_of_ranks(trainer: Trainer) -> str | None:
+    """``fork`` or ``spawn`` where the Trainer starts its ranks as functions; None elsewhere.
+
+    Buys a refusal at the start in the place of a crash at the end. Public way missing: the
+    strategy's name is not kept.
+    """
+    launcher: Any = trainer.strategy.launcher
+    if isinstance(launcher, launchers._MultiProcessingLauncher):
+        return str(launcher._start_method)
+    return None
+
+
+def next_requeue_checkpoint(trainer: Trainer) -> Path:
+    """Where Lightning would save as SLURM's signal comes.
+
+    Buys that a script without a ``ckpt_path`` resumes from there, as from Lightning's own. Public
+    way missing: no other name leads there.
+    """
+    return Path(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+def asked_checkpoint(trainer: Trainer) -> Any:
+    """The ``ckpt_path`` that the running ``trainer.fit`` or ``trainer.test`` was called with.
+
+    Public way missing: ``trainer.ckpt_path`` is the file that was found for it, or None.
+    """
+    calls = (Trainer.fit, Trainer.validate, Trainer.test, Trainer.predict)
+    codes = [call.__code__ for call in calls]
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code in codes and frame.f_locals.get("self") is trainer:
+            return frame.f_locals.get("ckpt_path")
+        frame = frame.f_back
+    return None
 
 
 def release_child_processes() -> list[Any]:

@@ -33,6 +33,8 @@ RUN_FOLDER = "{run_folder}"
 LATEST = "latest"
 RUN_ID = "run-id.txt"
 LOCK = ".lock"
+# A script's run that has ended, which has no summary.json, has this empty file.
+ENDED = ".ended"
 WANDB_LOG = "debug-core.log"
 # Written when a run starts to train, also when it goes on. Its time tells which run is the newest.
 CONFIG = "config.yaml"

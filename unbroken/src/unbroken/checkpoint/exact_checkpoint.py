@@ -27,6 +27,7 @@ from typing import Any, NoReturn
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from unbroken import contract, lightning_internals
 from unbroken.checkpoint import other_version
 from unbroken.checkpoint.following import Best
@@ -47,6 +48,8 @@ from unbroken.errors import NotSaved, UserError
 from unbroken.loading import ExactLoader, ExactLoading, Start
 from unbroken.loading.log_steps import SHARDING, is_optimizer_step
 from unbroken.loading.seeding import Seeds
+from unbroken.machine import threads
+from unbroken.machine.waiting import waiting
 from unbroken.mirror.mirror import Mirror
 from unbroken.parts import all_parts
 from unbroken.parts.declared import plain_state
@@ -56,13 +59,18 @@ from unbroken.parts.loops import Place, clean_counters
 from unbroken.parts.module import PlainBuffers, Switches, give_plain_buffers
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import NOT_THE_USERS, users_callbacks
-from unbroken.parts.users_objects import UsersObjects
-from unbroken.run_folder import RunFolder, last_owner, read_run_id, refuse_checkpoints_of_others
+from unbroken.run_folder import (
+    ENDED,
+    RunFolder,
+    last_owner,
+    read_run_id,
+    refuse_checkpoints_of_others,
+)
 from unbroken.seams import Seams
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import decided_by_rank_zero, of_all_ranks, say
-from unbroken.stopping.slurm import requeue_job
-from unbroken.stopping.stop import SAVE_DUE, Agreement, NextBatch
+from unbroken.stopping.slurm import requeue_job, requeue_signal_of
+from unbroken.stopping.stop import SAVE_DUE, Agreement, NextBatch, Terminated
 from unbroken.storage.checkpoint_files import (
     CHOSEN,
     RUN_KEY,
@@ -72,6 +80,7 @@ from unbroken.storage.checkpoint_files import (
     make_room_for_buffers,
     record_in,
 )
+from unbroken.storage.files import NotWritten, copy_atomically
 from unbroken.storage.run_files import RunFiles, can_start_from
 from unbroken.version import __version__
 
@@ -107,8 +116,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             generator as a training starts, so it is that of ``seed_everything`` or of
             ``torch.manual_seed`` where the script calls one. A loader's own generator comes first.
             A resumed run keeps the one that was drawn.
-        requeue_signal: SLURM's signal, at which the job is saved and queued again. See
-            :mod:`unbroken.stopping.slurm`.
+        requeue_signal: SLURM's signal, at which the job is saved and queued again. None: the one
+            that the Trainer would take, if any. See :mod:`unbroken.stopping.slurm`.
         chosen: What the run chose by itself. The checkpoints hold it.
         undeclared: Whether plain attributes that training changes, and modules that are no layers,
             are kept. If not, only what declares a state is, and what else changes is told.
@@ -130,6 +139,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         chosen: Chosen | None = None,
         undeclared: bool = True,
     ) -> None:
+        lightning_internals.refuse_without_checkpointing(ExactCheckpoint)
         self.saves = folder is not None
         # W&B and others may change the working folder later.
         self.folder = Path(folder if folder is not None else ".").absolute()
@@ -149,6 +159,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._further_parts = list(parts)
         self._keeps_undeclared = undeclared
         self._signals = signals.TakenOver()
+        # Whether the watch over waiting threads is this run's, and ends with it.
+        self._watches_threads = False
         self._seams: Seams | None = None
         self._of_rank_zero_alone = RankZeroAlone()
         self._begin_training()
@@ -271,8 +283,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_another_lightning(trainer)
+        refuse_what_is_not_found(trainer)
         if stage == "predict":
             return
+        refuse_ranks_of_functions(trainer)
         lightning_internals.check()
         # Of a stage before that ended without a teardown.
         self._put_everything_back(trainer)
@@ -297,10 +311,21 @@ class ExactCheckpoint(callbacks.Checkpoint):
             )
         self._seams.after_loading(lambda checkpoint: self._fill_in(trainer, checkpoint))
         lightning_internals.leave_signals_alone(trainer)
+        self._settle_requeue_signal(trainer)
         self._signals.begin(self.requeue_signal)
+        if not self._id_was_given:
+            # A command has seen to its threads before it imported torch.
+            threads.configure_later()
+        self._watches_threads = waiting.start()
         if isinstance(trainer.precision_plugin, DoublePrecision):
             # Lightning does so after a checkpoint was loaded, into weights of half the size.
             pl_module.double()
+
+    def _settle_requeue_signal(self, trainer: Trainer) -> None:
+        """Take SLURM's signal as the Trainer would, unless it was given."""
+        if self.requeue_signal is None:
+            environment = lightning_internals.cluster_environment(trainer)
+            self.requeue_signal = requeue_signal_of(environment)
 
     def _fill_in(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Put the objects of this start into a checkpoint that could not hold those of the last,
@@ -326,12 +351,12 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 self.mirror.refuse_another(self._folder.run_id)
             self._folder.create()
             self.run_id = self._folder.run_id
+            (self.folder / ENDED).unlink(missing_ok=True)
 
     def _add_hooks(self, trainer: Trainer) -> None:
         """Put the hooks before all other callbacks: what these do for a step comes after a save."""
-        everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        others = [each for each in everyone if not isinstance(each, Hooks)]
-        everyone[:] = [Hooks(self), *others]
+        take_hooks_out(trainer)
+        trainer.callbacks = [Hooks(self), *trainer.callbacks]  # type: ignore[attr-defined]
 
     def read_state(
         self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
@@ -718,6 +743,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             if self.saves and trainer.is_global_zero:
                 # The run may have been resumed from best.ckpt after its end.
                 self.files.replace_damaged_last()
+        if self._folder is not None:
+            # The list of runs has no other sign that a script has come to its end.
+            (self.folder / ENDED).touch()
 
     def _follow_training(self, trainer: Trainer) -> None:
         """At an epoch's end: follow a metric that training logs; refuse one that nobody logs."""
@@ -884,10 +912,29 @@ class ExactCheckpoint(callbacks.Checkpoint):
         """End the run as a signal asks. At SLURM's, the job is queued again first."""
         if signum == self.requeue_signal:
             if trainer.is_global_zero:
+                self._leave_for_requeue(trainer)
                 requeue_job()
             signum = signal.SIGTERM
         lightning_internals.release_child_processes()
-        raise signals.Stopped(signum)
+        if signum == signal.SIGTERM:
+            lightning_internals.note_sigterm(trainer)
+        if signals.state.raised is not None:
+            # The script's own handler has said how the run ends.
+            raise signals.state.raised
+        raise Terminated if signum == signal.SIGTERM else signals.Stopped(signum)
+
+    def _leave_for_requeue(self, trainer: Trainer) -> None:
+        """Put a copy of ``last.ckpt`` where Lightning looks as a queued script starts again.
+
+        A command finds its own.
+        """
+        if self._id_was_given or not self.saves or not self.last_path.exists():
+            return
+        target = lightning_internals.next_requeue_checkpoint(trainer)
+        try:
+            copy_atomically(self.last_path, target)
+        except NotWritten as error:
+            say(f"{error} A queued script resumes with ckpt_path=keep.resume_from alone.")
 
     def _can_go_on(self, trainer: Trainer, snapshot: Snapshot) -> bool:
         """Whether a run that is resumed with this snapshot can start there."""
@@ -1010,6 +1057,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            # It comes from a plain Trainer inside a hook. Without a code it would end as a success.
+            exception.code = signals.Stopped(signal.SIGTERM).exit_code
         # The error that ends the run is the one to be told.
         with suppress(UserError):
             self.files.wait()
@@ -1034,7 +1084,14 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self._folder is not None:
             self._folder.release()
             self._folder = None
+        lightning_internals.let_lightning_handle_signals(trainer)
         self._signals.end()
+        if self._watches_threads:
+            waiting.end()
+            self._watches_threads = False
+        take_hooks_out(trainer)
+        # Whoever copies the callbacks after a run copies no Trainer with them.
+        self.loading.next_batch = None
 
 
 class Hooks(Callback):
@@ -1137,6 +1194,13 @@ class Hooks(Callback):
         self.checkpoint.evaluation_ends(trainer)
 
 
+def take_hooks_out(trainer: Trainer) -> None:
+    """Leave no :class:`Hooks` among a Trainer's callbacks. Whoever walks their list keeps it."""
+    everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    others = [each for each in everyone if not isinstance(each, Hooks)]
+    trainer.callbacks = others  # type: ignore[attr-defined]
+
+
 def compare_sizes(trainer: Trainer, tensor: torch.Tensor, group: Any) -> None:
     """A UserError on every rank, where a step of an evaluation gathers tensors of other sizes.
 
@@ -1192,6 +1256,32 @@ def refuse_another_lightning(trainer: Any) -> None:
         raise UserError(
             f"ExactCheckpoint cannot resume a Trainer of {package}, which was imported before"
             " unbroken. Import unbroken first: then it is lightning.pytorch's."
+        )
+
+
+def refuse_what_is_not_found(trainer: Trainer) -> None:
+    """A UserError for ``ckpt_path="last"`` where Lightning has found no checkpoint for it.
+
+    It looks for those of a ModelCheckpoint alone. It would train anew, and replace what is in the
+    folder, or test random weights.
+    """
+    if trainer.ckpt_path is None and lightning_internals.asked_checkpoint(trainer) == "last":
+        raise UserError(
+            'ckpt_path="last" finds checkpoints of a ModelCheckpoint alone. Write'
+            " ckpt_path=keep.resume_from, where keep is the ExactCheckpoint: it is None the first"
+            " time."
+        )
+
+
+def refuse_ranks_of_functions(trainer: Trainer) -> None:
+    """A UserError for ranks that the Trainer starts in functions, and not as processes of their
+    own: what the callback reaches there does not come back.
+    """
+    how = lightning_internals.start_method_of_ranks(trainer)
+    if how is not None:
+        raise UserError(
+            f"ExactCheckpoint does not work where ranks are functions (ddp_{how}, ddp_notebook):"
+            ' what they reach is lost. Use strategy="ddp" in a script, or one device.'
         )
 
 

@@ -176,7 +176,8 @@ class TrainingState:
         for config in trainer.lr_scheduler_configs:
             state = deep_copy(plain_state(config.scheduler))
             self.schedules.append((config.scheduler, state))
-        self.own = saved_by_users(trainer)
+        # A stop inside the sanity check saves nothing, so nobody is asked what he would save.
+        self.own = [] if trainer.sanity_checking else saved_by_users(trainer)
 
     def as_data(self, trainer: Trainer) -> dict[str, Any]:
         """What has been changed since, as it was before: plain data for a checkpoint."""

@@ -163,8 +163,8 @@ def load(
     line = CommandLine(arguments, program.networks)
     own = run["is_own"] or is_trusted(line)
     saved = with_names_of_now(run.pop("config"), program.moved)
-    # These are flags of another machine.
-    saved.pop("trainer", None)
+    # These are flags of another machine. A test that needs gradients needs them on any.
+    trainer = saved.pop("trainer", None) or {}
     unknown = leave_out_what_is_no_longer_taken(program, saved)
     if unknown:
         say(f"{path}: {unknown}.")
@@ -172,6 +172,8 @@ def load(
     if not own:
         packages = (program.package, *program.own_code)
         base = Stranger(path, packages, line.given).settings(saved)
+    if own and trainer.get("inference_mode") is False:
+        base["trainer"] = {"inference_mode": False}
     leave_out_compiling_and_downloads(base)
     with contextlib.nullcontext() if own else bounded_by(path, len(read(path)["state_dict"])):
         config = configure(program, "test", arguments, base)

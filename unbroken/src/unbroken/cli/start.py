@@ -7,6 +7,7 @@ else.
 import atexit
 import errno
 import gc
+import io
 import logging
 import multiprocessing
 import os
@@ -17,12 +18,15 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from unbroken.cli.shown_warnings import show_in_one_line
+from unbroken.cli.words import settled
 from unbroken.errors import NotSaved, UserError, without_control_characters
 from unbroken.machine import threads
 from unbroken.machine.waiting import waiting
 from unbroken.stopping import signals
+from unbroken.stopping.ranks import forget_a_place_of_nobody
 
 # What the user can repair, and how. First: no space, no quota, no permission, read-only.
 FULL_OR_CLOSED = [errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS]
@@ -31,6 +35,7 @@ if sys.platform != "win32":
 IMPOSSIBLE_NAME = [errno.ENAMETOOLONG, errno.ENOTDIR, errno.EISDIR, errno.EEXIST]
 ADVICE = dict.fromkeys(FULL_OR_CLOSED, "Free space or choose a folder you may write to.")
 ADVICE |= dict.fromkeys(IMPOSSIBLE_NAME, "Name another file.")
+ADVICE[errno.EIO] = "The disk or the network drive fails."
 
 # Variables by which torchrun, SLURM and Lightning tell a process its place. Each is a whole number.
 NUMBERED = (
@@ -49,7 +54,7 @@ NUMBERED = (
     "JSM_NAMESPACE_RANK",
 )
 # What torch on the CPU and the loader of libraries say where memory is used up
-NO_MEMORY = "t allocate memory|failed to map segment"
+NO_MEMORY = "t allocate memory|failed to map segment|bad_alloc"
 # What torch says where a process that loads data was killed
 DEAD_WORKER = "DataLoader worker (pid"
 # What gloo says where the process of another rank has ended
@@ -100,6 +105,7 @@ def prepare_process(name: str) -> None:
     # Pictures go to files. The backend of a notebook is not installed in every environment.
     os.environ.pop("MPLBACKEND", None)
     _check_numbers_of_the_launcher()
+    forget_a_place_of_nobody()
     threads.configure()
     waiting.start()
 
@@ -127,26 +133,34 @@ def run(main: Callable[[list[str]], int | None]) -> None:
 
 def exit_code(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
     """Exit code of ``main(argv)``. Prints every error on stderr."""
-    if argv[:1] == ["--"]:
-        # `torchrun -m project.fit -- --monitor x`: without it torchrun takes --monitor for its own
-        # --monitor-interval. Some versions of Python hand it on.
-        argv = argv[1:]
     try:
-        for word in argv:
-            # argparse would make an empty list of it.
-            if re.match("--.+=--$", word):
-                raise UserError(f"{word[:-3]} needs a value, got --.")
-        return main(argv) or 0
+        return exit_code_or_error(main, argv)
+    except Exception as error:
+        return report(error)
+
+
+def exit_code_or_error(main: Callable[[list[str]], int | None], argv: list[str]) -> int:
+    """Exit code of ``main(argv)``, as a notebook or a script gets it.
+
+    An error that the user can mend is printed in one line. Any other is raised: its traceback is
+    what somebody looks for there.
+    """
+    try:
+        return main(settled(argv)) or 0
     except signals.Stopped as stop:
         return stop.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError as error:
+    except BrokenPipeError:
         # `... | head` is no error. Somebody else's pipe, such as a dataset's, is one.
-        return 0 if _nobody_reads_stdout() else report(error)
+        if _nobody_reads_stdout():
+            return 0
+        raise
     except SystemExit as end:
         return _code_of(end)
     except Exception as error:
+        if _line_of(error) is None:
+            raise
         return report(error)
 
 
@@ -192,22 +206,25 @@ def report(error: BaseException) -> int:
 def _tell(error: BaseException) -> int:
     if isinstance(error, signals.Stopped):
         return error.exit_code
-    if isinstance(error, RuntimeError) and re.search(ENDED_RANK, str(error)):
-        _print_error(
-            "another process of this run has ended, and says why unless it was killed."
-            " This one ends, too."
-        )
-        return 1
-    if isinstance(error, NotSaved):
-        _print_error(str(error))
-        return 1
-    message = _what_the_user_can_do(error)
-    if message is None:
+    line = _line_of(error)
+    if line is None:
         with suppress(OSError):
             traceback.print_exception(error)
         return 1
-    _print_error(message)
-    return 2
+    _print_error(line)
+    return 1 if _what_the_user_can_do(error) is None else 2
+
+
+def _line_of(error: BaseException) -> str | None:
+    """What is printed of an error in one line; None for one that has its traceback printed."""
+    if isinstance(error, RuntimeError) and re.search(ENDED_RANK, str(error)):
+        return (
+            "another process of this run has ended, and says why unless it was killed."
+            " This one ends, too."
+        )
+    if isinstance(error, NotSaved):
+        return str(error)
+    return _what_the_user_can_do(error)
 
 
 def _print_error(message: str) -> None:
@@ -260,15 +277,42 @@ def quick_imports() -> Iterator[None]:
         gc.enable()
 
 
+class Terminal(io.FileIO):
+    """A terminal that this process writes to. Once it is closed, what is written goes nowhere.
+
+    A run that ignores SIGHUP goes on then, and one that does not has its last lines to print.
+    """
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+        return memoryview(data).nbytes
+
+
 def _open_closed_streams() -> None:
-    """Make every print succeed. What is printed to a closed stream goes nowhere."""
+    """Make every print succeed. What is printed to a closed stream or terminal goes nowhere."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         if getattr(sys, name) is None:
             # Without this, the next file to be opened would get the number of the stream.
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)
             stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - it lives as long as the process
             setattr(sys, name, stream)
+        elif getattr(sys, name).isatty():
+            setattr(sys, name, _to_terminal(getattr(sys, name)))
         getattr(sys, name).reconfigure(errors="replace")  # characters that a terminal cannot show
+
+
+def _to_terminal(stream: Any) -> io.TextIOWrapper:
+    """A stream that writes to the same terminal, also after that is closed."""
+    stream.flush()
+    terminal = Terminal(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(terminal), stream.encoding, stream.errors, line_buffering=True
+    )
 
 
 def _report_and_end(_: object, error: BaseException, __: object) -> None:

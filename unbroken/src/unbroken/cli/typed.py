@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from unbroken.cli.explain import explain
 from unbroken.cli.options import FLAT
+from unbroken.cli.words import with_home
 from unbroken.errors import UserError, require
 from unbroken.mirror.store import is_address, without_password
 from unbroken.tables import flat, load_yaml
@@ -42,14 +43,15 @@ class CommandLine:
         except argparse.ArgumentError as error:
             raise UserError(explain(str(error), [])) from None
         typed = [_full_name(before, word, networks) for before, word in pairwise(["", *others])]
-        self.words = [*(f"--config={file}" for file in found.config), *typed]
         self.given: dict[str, Any] = {}
         self.added: dict[str, list[str]] = {}
         self.settings: dict[str, Any] = {}
         for file in found.config:
             content = read_config(file)
             self.settings = merged(self.settings, content)
-            self._take(content)
+            self._take(with_homes(content))
+        files = [f"--config={file}" for file in found.config]
+        self.words = [*files, *_words_with_home(self.settings), *typed]
         for word, following in pairwise([*typed, None]):
             self._take_word(str(word), following)
         _refuse_address(self.value("trainer.default_root_dir"))
@@ -78,6 +80,20 @@ class CommandLine:
     def _take(self, settings: dict[str, Any]) -> None:
         for name, value in flat(settings).items():
             self.given[CLASSES.get(name, name)] = value
+
+
+def _words_with_home(settings: dict[str, Any]) -> list[str]:
+    """What is typed after config files for their paths that begin with ``~``."""
+    values = flat(settings)
+    homes = flat(with_homes(settings))
+    return [f"--{name}={homes[name]}" for name in values if values[name] != homes[name]]
+
+
+def with_homes(value: Any) -> Any:
+    """A config file's settings, whose texts that begin with ``~/`` have the home folder there."""
+    if isinstance(value, dict):
+        return {key: with_homes(item) for key, item in value.items()}
+    return with_home(value) if isinstance(value, str) and value != "~" else value
 
 
 def _refuse_address(root: str | None) -> None:

@@ -98,12 +98,19 @@ class MetricsCSV(Logger):
 
         ``to_disk``: also save the file from a power cut.
         """
-        if self._unsaved:
-            self._append({"step": self._step, **self._unsaved})
-            self._unsaved = {}
-        if to_disk and self.path.exists():
-            with open(self.path, "rb") as file:
-                os.fsync(file.fileno())
+        try:
+            if self._unsaved:
+                self._append({"step": self._step, **self._unsaved})
+                self._unsaved = {}
+            if to_disk and self.path.exists():
+                with open(self.path, "rb") as file:
+                    os.fsync(file.fileno())
+        except OSError as error:
+            reason = error.strerror or error
+            raise UserError(
+                f"{self.path} could not be written: {reason}. Free space, or make the folder"
+                " writable; --ckpt_path auto goes on with the run."
+            ) from error
         return self._count
 
     @rank_zero_only

@@ -104,6 +104,21 @@ def configure() -> int:
     return int(chosen) if chosen.isdigit() else threads
 
 
+def configure_later() -> None:
+    """What :func:`configure` does, as far as it can still be done where torch is imported already:
+    in a notebook, or in a script of one's own.
+
+    Threads are taken away where there are more than cores, as in a container that may use fewer
+    cores than the machine has. Fewer threads are left as they are: somebody has chosen them.
+    """
+    torch = sys.modules["torch"]
+    cores = max(1, available_cores() // ranks_on_this_machine())
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > cores:
+        torch.set_num_threads(cores)
+    if sys.platform.startswith("linux"):
+        keep_freed_memory()
+
+
 def ranks_on_this_machine() -> int:
     """How many processes of this job share the machine, as torchrun or SLURM announces it; at least
     1.

@@ -82,25 +82,44 @@ class Waiting:
         # Seconds of sleep before the threads spin again to see.
         self.patience = FIRST_SLEEP
         self.team_may_end = threading.Event()
+        # Set when nobody needs the threads to be watched any more. None: they are not watched.
+        self._is_over: threading.Event | None = None
+        self._is_registered = False
         # GNU's OpenMP as a library of ctypes, once it is found.
         self.openmp: Any = None
         # A generator of its own, because training draws from the global one.
         self._draw = random.Random()
 
-    def start(self) -> None:
+    def start(self) -> bool:
         """Watch from a thread of its own, unless the environment says how threads wait, or that
         there is only one.
+
+        Returns:
+            Whether the watch begins with this call. Whoever has begun it ends it.
         """
         is_linux = sys.platform.startswith("linux") and hasattr(os, "register_at_fork")
         user_chose = "OMP_WAIT_POLICY" in os.environ or "GOMP_SPINCOUNT" in os.environ
         has_one_thread = os.environ.get("OMP_NUM_THREADS") == "1"
-        if not is_linux or user_chose or has_one_thread:
-            return
-        # A forked child, such as a loader's worker, would inherit the one core.
-        os.register_at_fork(after_in_child=self._use_all_cores)
+        if not is_linux or user_chose or has_one_thread or self._is_over is not None:
+            return False
+        if not self._is_registered:
+            self._is_registered = True
+            # A forked child, such as a loader's worker, would inherit the one core.
+            os.register_at_fork(after_in_child=self._use_all_cores)
+        self._is_over = threading.Event()
         threading.Thread(target=self._watch, name="waiting", daemon=True).start()
+        return True
+
+    def end(self) -> None:
+        """Watch no more. From now on threads spin, on all cores, as they did before."""
+        if self._is_over is not None:
+            self._is_over.set()
+            self._is_over = None
 
     def _watch(self) -> None:
+        is_over = self._is_over
+        if is_over is None:
+            return
         # ``compile`` is one of the last names that the import of torch defines.
         while not hasattr(sys.modules.get("torch"), "compile"):
             time.sleep(LOOK_SECONDS)
@@ -108,12 +127,14 @@ class Waiting:
             # torch computes with another runtime, which waits in its own way.
             return
         before = Reading()
-        while True:
-            time.sleep(LOOK_SECONDS if self.core is None else BEAT_SECONDS)
+        while not is_over.wait(LOOK_SECONDS if self.core is None else BEAT_SECONDS):
             if time.monotonic() - before.at >= LOOK_SECONDS:
                 now = Reading()
                 self.look(now.at, now.shares_since(before, self.cores, self.core))
                 before = now
+        # This thread alone moves the others, so it also puts them back.
+        if self.sleeping_since is not None:
+            self._end_sleep(time.monotonic())
 
     def look(self, now: float, shares: Shares) -> None:
         """Decide what threads do from ``now`` (seconds) on, by what the last look has shown."""

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import Logger
+from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.cli.cli import Configuration
 from unbroken.cli.program import Program
+from unbroken.cli.start import exit_code_or_error
 from unbroken.cli.start import run as run_command
 from unbroken.cli.trainer_flags import as_list, build_trainer, trainer_flags
 from unbroken.errors import require
@@ -20,6 +23,7 @@ from unbroken.loggers.chosen import make_chosen_loggers
 from unbroken.loggers.followers import FollowsRows
 from unbroken.loggers.metrics_csv import MetricsCSV
 from unbroken.loggers.wandb import make_wandb_logger
+from unbroken.machine import threads
 from unbroken.monitors.monitor import Monitor
 from unbroken.parts.rows import MetricRows
 from unbroken.run import main_job
@@ -27,7 +31,14 @@ from unbroken.run.progress import progress_callback
 from unbroken.run.run_record import RunRecord
 from unbroken.run_folder import RunFolder
 from unbroken.stopping import signals
+from unbroken.stopping.ranks import say
 from unbroken.stopping.slurm import requeue_signal
+
+# Lightning's profilers that are named by a word
+LIGHTNINGS_PROFILERS: dict[Any, type[Profiler]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+}
 
 
 class Run:
@@ -128,13 +139,19 @@ class Job(Program):
         run_command(self.main)
 
     def main(self, argv: list[str]) -> int:
-        """Train as ``argv`` says; returns the exit code. For a notebook or a test."""
-        return main_job.main(self, self.build, argv)
+        """Train as ``argv`` says; returns the exit code. For a notebook or a test.
+
+        A mistake in ``argv`` is printed in one line, and the code is 2. After an interrupt it is
+        130. What one's own code raises is raised.
+        """
+        return exit_code_or_error(partial(main_job.main, self, self.build), argv)
 
     def build(
         self, config: Configuration, run_folder: RunFolder, extra: Iterable[Callback] = ()
     ) -> Trainer:
         """The Trainer of a run. Callbacks in ``extra`` come last."""
+        # A command has done so before it imported torch. In a notebook torch was imported before.
+        threads.configure_later()
         run = Run(config, run_folder)
         loggers = list(self.loggers(run))
         run.metrics_csv.followers = [each for each in loggers if isinstance(each, FollowsRows)]
@@ -146,4 +163,9 @@ class Job(Program):
         flags["callbacks"] = [*hooked, *listed, *extra]
         flags["logger"] = loggers
         flags["default_root_dir"] = run.folder
+        if flags["profiler"] in LIGHTNINGS_PROFILERS:
+            # Given by its word, it would print hundreds of long lines and leave no file.
+            kind = LIGHTNINGS_PROFILERS[flags["profiler"]]
+            flags["profiler"] = kind(dirpath=run.folder, filename="profile")
+            say(f"the profile will be in {os.path.relpath(run.folder)}/fit-profile.txt")
         return build_trainer(flags, config.chosen)

@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from unbroken import contract
 from unbroken.machine.waiting import waiting
 from unbroken.results.facts import Summary, device_name, parameter_count, training_samples
 from unbroken.results.run_result import RunResult
-from unbroken.stopping.ranks import say
+from unbroken.stopping.ranks import launched_world, say
 from unbroken.tables import format_metric
 from unbroken.tensors.unsized import has_lazy_layers
 
@@ -252,7 +253,7 @@ def stopped_lines(
     """
     if not (folder / "last.ckpt").exists():
         return ["nothing was saved yet."]
-    go_on = f"{fit} --run_name {shlex.quote(folder.name)} --ckpt_path auto"
+    go_on = f"{with_launcher(fit)} --run_name {shlex.quote(folder.name)} --ckpt_path auto"
     root = os.path.relpath(folder.parent)
     if root != "checkpoints":
         go_on += f" --default_root_dir {shlex.quote(root)}"
@@ -260,6 +261,31 @@ def stopped_lines(
     if saved_step is not None and saved_step != step:
         saved = f"step {saved_step:,} is {saved}"
     return [f"stopped after step {step:,}; {saved}. To go on:", f"  {go_on}{longer}"]
+
+
+def with_launcher(fit: str) -> str:
+    """The command that trains as it was typed: under torchrun or srun, if one has started it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        module = fit.removeprefix("python -m ")
+        return f"{shlex.join(typed_torchrun(module))} -m {module}"
+    return f"srun {fit}" if launched_world()[1] > 1 else fit
+
+
+def typed_torchrun(module: str) -> list[str]:
+    """The words of torchrun before ``-m MODULE``, as its agent was started; what the environment
+    says of it where nobody knows them.
+    """
+    words: list[str] = []
+    with suppress(psutil.Error):
+        words = psutil.Process(os.getppid()).cmdline()
+    for place, (word, following) in enumerate(pairwise(words)):
+        if (word, following) == ("-m", module):
+            typed = words[1:place]
+            if typed and Path(typed[0]).name == "torchrun":
+                return ["torchrun", *typed[1:]]
+            return ["python", *typed]
+    local = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return ["torchrun", "--nproc_per_node", local]
 
 
 def closing_lines(summary: Summary, folder: Path, *commands: str) -> str:

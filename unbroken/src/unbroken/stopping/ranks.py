@@ -3,6 +3,7 @@ ranks.
 """
 
 import atexit
+import errno
 import json
 import os
 import sys
@@ -20,6 +21,12 @@ DECISION_VARIABLE = "UNBROKEN_RANK_ZERO_DECISION"
 DECISIONS: dict[str, Any] = {}
 # The process id of rank zero, for them.
 RANK_ZERO_VARIABLE = "UNBROKEN_RANK_ZERO_PID"
+# The variables from which Lightning reads the rank of this process as it is imported.
+RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+# Names of SLURM jobs in which somebody types.
+INTERACTIVE = ("bash", "interactive")
+# What writing to a pipe or a terminal that nobody reads any more raises.
+NOBODY_READS = (errno.EPIPE, errno.EIO)
 # How often ranks that start look whether the others are there.
 MEETING_POLL_SECONDS = 0.05
 
@@ -35,12 +42,42 @@ def launched_world() -> tuple[int, int, int]:
         world = int(environ["WORLD_SIZE"])
         return int(environ["RANK"]), world, int(environ.get("LOCAL_WORLD_SIZE", world))
     # An interactive shell inside an allocation has these variables, too, but is one process.
-    is_interactive = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")
+    is_interactive = environ.get("SLURM_JOB_NAME") in INTERACTIVE
     if "SLURM_STEP_ID" in environ and not is_interactive:
         world = int(environ.get("SLURM_NTASKS", 1))
         nodes = int(environ.get("SLURM_NNODES", 1))
         return int(environ.get("SLURM_PROCID", 0)), world, max(1, world // nodes)
     return 0, 1, 1
+
+
+def forget_a_place_of_nobody() -> None:
+    """Take a rank out of the environment that no launcher has given to this process, and say so.
+
+    Lightning would take this process for a further rank, and log nothing. Call it before Lightning
+    is imported.
+    """
+    is_ours = RANK_ZERO_VARIABLE in os.environ or DECISION_VARIABLE in os.environ
+    if is_ours or "TORCHELASTIC_RUN_ID" in os.environ or launched_world()[1] > 1:
+        return
+    names = [name for name in RANKS if os.environ.get(name, "0") != "0"]
+    given = " ".join(f"{name}={os.environ.pop(name)}" for name in names)
+    if given:
+        say(f"{given} of the environment is ignored: no launcher has started this process.")
+
+
+def refuse_one_process_of_several_tasks() -> None:
+    """A UserError for plain python inside a SLURM job of several tasks: it would wait for the
+    others.
+    """
+    tasks = os.environ.get("SLURM_NTASKS", "1")
+    is_interactive = os.environ.get("SLURM_JOB_NAME") in INTERACTIVE
+    is_launched = "SLURM_STEP_ID" in os.environ or launched_world()[1] > 1
+    if tasks == "1" or is_interactive or is_launched:
+        return
+    raise UserError(
+        f"this SLURM job has {tasks} tasks (SLURM_NTASKS), and python alone is one of them."
+        " Write srun before python, or ask for one task: #SBATCH --ntasks=1."
+    )
 
 
 def is_child() -> bool:
@@ -57,12 +94,15 @@ def is_rank_zero() -> bool:
 def say(*lines: str) -> None:
     """Print lines, on rank zero.
 
-    Where the reader has gone (``... | head``) they go nowhere, and the run goes on.
+    Where the reader has gone (``... | head``, a closed terminal) they go nowhere, and the run goes
+    on.
     """
     if lines and is_rank_zero():
         try:
             print(*without_control_characters(list(lines)), sep="\n", flush=True)
-        except BrokenPipeError:
+        except OSError as error:
+            if error.errno not in NOBODY_READS:
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -99,6 +139,7 @@ def decided_by_rank_zero(name: str, decide: Callable[[], Any]) -> Any:
         how = "Start several machines with torchrun, see docs/scale_out.md."
         raise UserError(f"NODE_RANK is set without a launcher. {how}")
     if world_size == 1:
+        refuse_one_process_of_several_tasks()
         decision = decide()
         DECISIONS[name] = decision
         os.environ[DECISION_VARIABLE] = json.dumps(DECISIONS, default=str)

@@ -66,9 +66,16 @@ class State:
     # Training or a test has begun.
     begun: bool = False
     watched: bool = False
+    # What a script's own handler has raised, such as an exit. It ends the run in the place of
+    # Stopped, as soon as the step is saved.
+    raised: BaseException | None = None
     # The process that has started this one: its end gives it another parent.
     parent: int = 0
     clean_up: Callable[[], None] | None = None
+
+    def __init__(self) -> None:
+        # The script's own handlers, by signal. They are called as well.
+        self.scripts_handlers: dict[int, Any] = {}
 
 
 state = State()
@@ -119,11 +126,18 @@ class TakenOver:
             if handler not in (signal.SIG_IGN, _note, None):
                 self._handlers[number] = handler
                 signal.signal(number, _note)
-        if requeue_signal is not None:
-            handler = signal.getsignal(requeue_signal)
-            _note_requeue(requeue_signal)
-            if self._handlers:
-                self._handlers[requeue_signal] = handler or signal.SIG_DFL
+                # Python's own handler of Ctrl-C only raises KeyboardInterrupt.
+                if callable(handler) and handler is not signal.default_int_handler:
+                    state.scripts_handlers[number] = handler
+        if requeue_signal is None:
+            return
+        handler = signal.getsignal(requeue_signal)
+        if self._handlers and handler not in (signal.SIG_DFL, None):
+            # As in a plain Trainer: a script that handles SLURM's signal itself queues itself.
+            return
+        _note_requeue(requeue_signal)
+        if self._handlers:
+            self._handlers[requeue_signal] = signal.SIG_DFL
 
     def end(self) -> None:
         """Let the script have its own handlers again."""
@@ -132,6 +146,8 @@ class TakenOver:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers = {}
+        state.scripts_handlers = {}
+        state.raised = None
         state.requested = 0
         state.requested_at = None
         state.begun = False
@@ -201,12 +217,13 @@ def as_stop(number: int) -> int:
     return signal.SIGTERM
 
 
-def _note(number: int, _: FrameType | None) -> None:
+def _note(number: int, frame: FrameType | None) -> None:
     is_first = not state.requested
     if is_first:
         state.requested_at = time.monotonic()
     signum = as_stop(number)
     state.requested = signum
+    _call_the_scripts(number, frame)
     if not state.begun and is_child() and _tell_rank_zero(signum):
         # Rank zero ends this process, and would be killed itself if this one ended first.
         return
@@ -225,6 +242,19 @@ def _note(number: int, _: FrameType | None) -> None:
         with suppress(OSError, AttributeError):
             # Not print(): a signal may interrupt it, and it cannot call itself.
             os.write(sys.stderr.fileno(), told.encode())
+
+
+def _call_the_scripts(number: int, frame: FrameType | None) -> None:
+    """Call the script's own handler. What it raises, such as an exit, waits for the save."""
+    handler = state.scripts_handlers.get(number)
+    if handler is None:
+        return
+    try:
+        handler(number, frame)
+    except BaseException as error:
+        if not state.deferring:
+            raise
+        state.raised = error
 
 
 def _watch(reading: int) -> None:

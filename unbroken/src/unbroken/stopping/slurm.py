@@ -19,8 +19,14 @@ def requeue_signal(plugins: Iterable[Any] = ()) -> int | None:
     if not SLURMEnvironment.detect():
         return None
     typed = [plugin for plugin in plugins if isinstance(plugin, SLURMEnvironment)]
-    environment = typed[0] if typed else SLURMEnvironment()
-    if not environment.auto_requeue:
+    return requeue_signal_of(typed[0] if typed else SLURMEnvironment())
+
+
+def requeue_signal_of(environment: Any) -> int | None:
+    """The signal at which a Trainer in this cluster environment is saved and queued again, as
+    Lightning has it; None where it is not.
+    """
+    if not isinstance(environment, SLURMEnvironment) or not environment.auto_requeue:
         return None
     return int(environment.requeue_signal or signal.SIGUSR1)
 

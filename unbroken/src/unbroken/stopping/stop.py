@@ -11,13 +11,23 @@ What happens, in order:
    130.
 """
 
+import signal
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from unbroken.stopping.signals import Stopped
 
 # A request that is lower than every signal's number: no stop, but a checkpoint is due.
 SAVE_DUE = 1
+
+
+class Terminated(Stopped, SIGTERMException):
+    """SIGTERM has stopped the run. Code that waits for Lightning's own exception gets it."""
+
+    def __init__(self) -> None:
+        super().__init__(signal.SIGTERM)
 
 
 class NextBatch(NamedTuple):

@@ -20,6 +20,9 @@ FOUND_SOURCE = "data_source"
 # A run's folder has at least one of these files.
 FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")
 LOCK = ".lock"
+# What ExactCheckpoint leaves at the end of a script's run, see run_folder.py. To import it would
+# import torch.
+ENDED = ".ended"
 # A million rows of ten metrics take half of this.
 LARGEST_FILE_BYTES = 2**28
 CLASS_PATH = ".class_path"
@@ -72,7 +75,8 @@ class SavedRun:
             return "running"
         if (self.folder / LEASE).exists():
             return "running or killed"
-        return "finished" if self.summary.get("finished") else "interrupted"
+        is_ended = self.summary.get("finished") or (self.folder / ENDED).exists()
+        return "finished" if is_ended else "interrupted"
 
     def row(self, settings: Row) -> Row:
         """The run as a line of the list, with these settings as they are shown."""

@@ -1,0 +1,162 @@
+"""What is typed means the same for every command: home folders, pipes, places of nobody."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from numerals.fit import job as fit
+from tests.commands import TINY
+from unbroken.cli import words
+from unbroken.cli.start import Terminal
+from unbroken.cli.typed import CommandLine
+from unbroken.errors import UserError
+from unbroken.run import progress
+from unbroken.stopping import ranks
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_home_folder_is_expanded_in_every_option(home: Path) -> None:
+    typed = ["--default_root_dir=~/runs", "--mirror", "~/m", "--data.root=~", "--model.name=a~/b"]
+    assert words.settled(typed) == [
+        f"--default_root_dir={home}/runs",
+        "--mirror",
+        f"{home}/m",
+        f"--data.root={home}",
+        "--model.name=a~/b",
+    ]
+
+
+def test_a_home_folder_in_a_config_file_is_expanded_unless_typed_otherwise(home: Path) -> None:
+    Path(home, "a.yaml").write_text("data: {init_args: {root: ~/digits}}\ntrainer: {max_epochs: 1}")
+    line = CommandLine(["--config", f"{home}/a.yaml", "--data.root=/typed"])
+    assert line.words == [
+        f"--config={home}/a.yaml",
+        f"--data.root={home}/digits",
+        "--data.root=/typed",
+    ]
+    assert CommandLine(["--config", f"{home}/a.yaml"]).value("data.root") == f"{home}/digits"
+
+
+def test_a_config_from_a_pipe_is_read_once_and_by_ranks_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, b"trainer: {max_epochs: 7}")
+    os.close(writing)
+    name = f"/dev/fd/{reading}"
+    monkeypatch.setattr(sys, "argv", ["fit", "--config", name])
+    settled = words.settled(["--config", name])
+    assert sys.argv[1:] == settled
+    for _ in range(2):
+        assert CommandLine(words.settled(settled)).value("trainer.max_epochs") == "7"
+    os.close(reading)
+
+
+def test_a_terminal_that_is_closed_takes_what_is_written() -> None:
+    master, slave = os.openpty()
+    terminal = Terminal(slave, "w", closefd=False)
+    assert terminal.write(b"seen") == 4
+    os.close(master)
+    assert terminal.write(b"unseen") == 6
+    assert terminal.write(b"unseen") == 6
+    os.close(slave)
+
+
+def test_lines_for_a_closed_terminal_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    master, slave = os.openpty()
+    with open(slave, "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        os.close(master)
+        ranks.say("unseen")
+        ranks.say("unseen")
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])
+def test_a_rank_that_no_launcher_has_given_is_said_and_ignored(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "1")
+    ranks.forget_a_place_of_nobody()
+    assert name not in os.environ
+    told = capsys.readouterr().out
+    assert (
+        told == f"{name}=1 of the environment is ignored: no launcher has started this process.\n"
+    )
+
+
+def test_a_rank_of_a_launcher_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    ranks.forget_a_place_of_nobody()
+    assert os.environ["RANK"] == "1"
+
+
+def test_python_alone_in_a_slurm_job_of_several_tasks_is_refused(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_JOB_NAME", "x")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert fit.main(TINY) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: this SLURM job has 4 tasks (SLURM_NTASKS)")
+    assert "srun" in line
+    assert not Path("checkpoints").exists()
+
+
+def test_main_returns_the_exit_code_and_raises_what_is_the_users_own(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fit.main(["--max_epochs", "x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    monkeypatch.setattr("unbroken.run.main_job.main", interrupted)
+    assert fit.main([]) == 130
+    monkeypatch.setattr("unbroken.run.main_job.main", mistaken)
+    with pytest.raises(ZeroDivisionError):
+        fit.main([])
+
+
+def interrupted(*_: object) -> int:
+    raise KeyboardInterrupt
+
+
+def mistaken(*_: object) -> int:
+    return 1 // 0
+
+
+def test_the_line_that_resumes_begins_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = "python -m project.fit"
+    assert progress.with_launcher(command) == command
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert progress.with_launcher(command) == "torchrun --nproc_per_node 2 -m project.fit"
+    for typed, shown in (
+        (["/v/bin/python", "/v/bin/torchrun", "--nnodes", "2"], "torchrun --nnodes 2"),
+        (["python3.11", "-m", "torch.distributed.run"], "python -m torch.distributed.run"),
+    ):
+        agent = [*typed, "-m", "project.fit", "--max_epochs", "3"]
+        monkeypatch.setattr(progress.psutil.Process, "cmdline", lambda _, agent=agent: agent)
+        assert progress.with_launcher(command) == f"{shown} -m project.fit"
+
+
+def test_a_metrics_csv_that_cannot_be_written_is_one_line_with_the_file(workplace: Path) -> None:
+    from unbroken.loggers.metrics_csv import MetricsCSV
+
+    logger = MetricsCSV(Path("metrics.csv"))
+    logger.log_metrics({"a": 1.0}, 1)
+    logger.save()
+    logger.path = Path("/dev/full")
+    logger.log_metrics({"a": 2.0}, 2)
+    with pytest.raises(UserError, match="/dev/full could not be written: No space left"):
+        logger.save()
