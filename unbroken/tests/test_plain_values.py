@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from unbroken.errors import UserError
-from unbroken.parts.plain_values import copied, is_plain, like
+from unbroken.parts.plain_values import copied, is_plain, is_unchanged, like
 from unbroken.storage.checkpoint_files import made_plain
 from unbroken.tensors.same_values import is_same
 
@@ -111,6 +112,37 @@ def test_a_count_goes_on() -> None:
     count = itertools.count(3, 2)
     next(count)
     assert next(like(itertools.count(3, 2), through_a_file(count), CPU)) == 5
+
+
+def test_many_losses_are_held_as_one_tensor_and_come_back_each_by_itself() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    losses = [(weight * number).sum() for number in range(100)]
+    held = through_a_file(losses)
+    assert torch.equal(held["torch.stack"], torch.arange(0.0, 200.0, 2.0))
+    again = like([], held, CPU)
+    assert [each.item() for each in again] == [2.0 * number for number in range(100)]
+    assert again[0].untyped_storage().nbytes() == 4, "each has memory of its own"
+    assert is_unchanged(losses, held)
+    assert not is_unchanged([*losses[1:], losses[0]], held)
+
+
+def test_a_change_past_a_tensors_version_is_found() -> None:
+    array = np.zeros(10_000, dtype=np.float32)
+    shared = torch.from_numpy(array)
+    held = copied({"tensor": shared, "array": array, "counts": [1, 2], "nan": float("nan")})
+    now = {"tensor": shared, "array": array, "counts": [1, 2], "nan": float("nan")}
+    assert is_unchanged(now, held)
+    array[7] = float("nan")
+    assert not is_unchanged(now["tensor"], held["tensor"])
+    assert not is_unchanged(now["array"], held["array"])
+    assert not is_unchanged([1, 3], held["counts"])
+    assert not is_unchanged([1, 2.0], held["counts"])
+
+
+def test_what_a_state_dict_keeps_in_attributes_comes_back() -> None:
+    state = nn.Linear(1, 1).state_dict()
+    again = like(None, through_a_file(state), CPU)
+    assert again._metadata == state._metadata  # type: ignore[attr-defined]
 
 
 def test_a_factory_of_the_users_own_stays_that_of_the_constructor() -> None:

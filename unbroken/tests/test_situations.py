@@ -108,7 +108,7 @@ def found_differences(one: Path, other: Path, situation: Situation) -> list[str]
             del state["outline"]
             # Only those that a process has changed are kept. The values are compared at the end.
             for mine in state["ranks"]:
-                del mine["attributes"]
+                del mine["objects"]["attributes"]
         found += differences(a["run"]["state"], b["run"]["state"], f"{name}:state")
     if situation.ignores:
         found = [line for line in found if not any(name in line for name in situation.ignores)]

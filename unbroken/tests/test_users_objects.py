@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.loading import ExactLoading
@@ -268,6 +268,52 @@ def test_what_changes_in_an_object_of_a_package_is_told(capsys: pytest.CaptureFi
     assert "module.helper.scaler changes in training" in text
     assert "its class is Scaler" in text
     assert "still" not in text
+
+
+class Pool(Dataset[Any]):
+    """Grows while training."""
+
+    def __init__(self) -> None:
+        self.rows = [1.0]
+
+    def __getitem__(self, index: int) -> float:
+        return self.rows[index]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+def test_a_data_set_that_grows_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    module = Module()
+    module.pool = Pool()
+    trainer = trainer_of(module)
+    part = begun(trainer)
+    saved(part, trainer)
+    assert told(capsys) == ""
+    module.pool.rows.append(2.0)
+    saved(part, trainer)
+    assert "module.pool changes in training" in told(capsys)
+
+
+class Compiled(nn.Linear):
+    """Is of a class like that of a compiled module."""
+
+    __module__ = "torch._dynamo.somewhere"
+
+
+def test_a_compiled_teacher_comes_back() -> None:
+    values = []
+    for is_changed in (True, False):
+        module = Module()
+        module.teachers = [Compiled(1, 1)]
+        trainer = trainer_of(module)
+        part = begun(trainer)
+        if is_changed:
+            with torch.no_grad():
+                module.teachers[0].weight.fill_(7.0)
+            values.append(saved(part, trainer))
+    part.give_back(trainer, values[0])
+    assert module.teachers[0].weight.item() == 7.0
 
 
 def test_half_of_a_packages_state_is_not_kept() -> None:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
@@ -360,6 +361,11 @@ class _Look:
         if inside.takes and not is_read and declares_state(value):
             return self._declared(place)
         self._tell(name, Identity(value), inside)
+        length = sized_len(value) if isinstance(value, Dataset) else None
+        if length is not None:
+            # Caches in it may fill. One that grows is no longer what the constructor makes.
+            within = inside._replace(attribute=inside.attribute or name)
+            self._tell(f"{name}.length", Length(length), within)
         within = inside._replace(keeps=False, tells=False, takes=inside.takes and not is_read)
         return self._attributes(name, value, within, depth)
 
