@@ -19,6 +19,7 @@ import zlib
 from pathlib import Path
 from typing import Any
 
+import tests.situations
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
@@ -29,8 +30,6 @@ from unbroken import ExactCheckpoint
 from unbroken.parts.attributes import copied, plain_attributes
 from unbroken.parts.generators import random_state
 from unbroken.parts.rows import MetricRows
-
-import tests.situations
 
 
 class Rows(Logger):

@@ -5,27 +5,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from PIL import Image
 from unbroken.errors import UserError, require
+from unbroken.pictures import image_endings
 from unbroken.tables import printable
-
-# The formats of Pillow that are read. Its reader of EPS is not among them: it would start
-# Ghostscript, a whole programming language, on a stranger's file.
-FORMATS = (
-    "PNG",
-    "JPEG",
-    "GIF",
-    "BMP",
-    "DIB",
-    "TIFF",
-    "WEBP",
-    "PPM",
-    "AVIF",
-    "JPEG2000",
-    "ICO",
-    "TGA",
-    "PCX",
-)
 
 
 def find_files(arguments: Iterable[str], only_images: bool = False) -> tuple[list[Path], list[str]]:
@@ -53,12 +35,6 @@ def find_files(arguments: Iterable[str], only_images: bool = False) -> tuple[lis
     if not found:
         raise UserError(f"IMAGE {empty[0]}. Check the folder, or name the files.")
     return list(dict.fromkeys(found)), empty
-
-
-def image_endings() -> set[str]:
-    """The endings of the files that can be read as images, such as ``.png``."""
-    endings = Image.registered_extensions()
-    return {ending for ending, name in endings.items() if name in FORMATS}
 
 
 def expand(argument: str) -> list[Path]:
