@@ -25,6 +25,7 @@ from tests.trained import trained_checkpoint
 from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
 from unbroken.commands.predict import command as predict
+from unbroken.commands.predict import contact_sheet
 from unbroken.commands.predict.answers import predict_batch, to_rows
 from unbroken.commands.predict.files import find_files
 from unbroken.commands.predict.labelling import predict_files
@@ -435,6 +436,36 @@ def test_each_file_is_taken_once_and_hidden_ones_are_not(tmp_path: Path) -> None
     (tmp_path / "texts" / "c.txt").write_bytes(b"")
     with pytest.raises(UserError, match="is a folder without files with an image's ending"):
         find_files([str(tmp_path / "texts")], only_images=True)
+
+
+def test_a_linked_folder_is_left_out_and_said(tmp_path: Path) -> None:
+    (tmp_path / "scans").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "scans" / "a.png").write_bytes(b"")
+    (tmp_path / "elsewhere" / "b.png").write_bytes(b"")
+    link = tmp_path / "scans" / "more"
+    link.symlink_to(tmp_path / "elsewhere")
+    found, told = find_files([str(tmp_path / "scans")])
+    assert found == [tmp_path / "scans" / "a.png"]
+    assert told == [f"{link} is a link to a folder: name it, or {link}/*"]
+    assert find_files([str(link)]) == ([link / "b.png"], [])
+
+
+def test_the_contact_sheet_has_room_for_its_legend_and_letters_of_many_alphabets(
+    tmp_path: Path,
+) -> None:
+    missing = bytes(contact_sheet.font(14).getmask("\U0010fffd"))
+    for letter in "éößñΩжł":
+        assert bytes(contact_sheet.font(14).getmask(letter)) != missing
+    row = {"file": "größe-é.png", "digit": "7", "probability": 0.5, "note": "unsure"}
+    path = tmp_path / "sheet.png"
+    contact_sheet.draw_contact_sheet(path, [torch.zeros(1, 28, 28)], [row])
+    with Image.open(path) as sheet:
+        legend = np.asarray(sheet)[-20:]
+    # The last letter of the legend is not cut.
+    assert (legend[:, -10:] == 255).all()
+    assert contact_sheet.shortened("a" * 40, 14).count("…") == 1
+    assert contact_sheet.shortened("abc", 14) == "abc"
 
 
 @pytest.mark.nightly
