@@ -6,16 +6,16 @@ python -m project.fit --config configs/examples/png_folder.yaml --data.root pict
 from pathlib import Path
 from typing import Any
 
-from torchvision.datasets import FakeData, ImageFolder
+from torchvision.datasets import FakeData
 from torchvision.transforms import RandomHorizontalFlip
-from unbroken.data import BatchedDataModule, Split
+from unbroken.data import BatchedDataModule, PictureFolder, Split, class_folders
 from unbroken.errors import UserError
 
 
 class PngFolder(BatchedDataModule):
     """Decoded and fitted to 32 × 32 RGB in worker processes.
 
-    Classes are the folders' names, in alphabetical order.
+    Classes are the names of the folders in ``root/train``, in alphabetical order.
     """
 
     image_shape = (3, 32, 32)
@@ -27,8 +27,7 @@ class PngFolder(BatchedDataModule):
         super().__init__(**kwargs)
         self.root = root
         if root is not None and (Path(root) / "train").is_dir():
-            folders = [path for path in (Path(root) / "train").iterdir() if path.is_dir()]
-            self.class_names = sorted(folder.name for folder in folders)
+            self.class_names = class_folders(Path(root) / "train")
 
     def make_split(self, split: Split) -> Any:
         part = "test" if split == "test" else "train"
@@ -41,7 +40,7 @@ class PngFolder(BatchedDataModule):
             folder = Path(self.root) / part
             if not folder.is_dir():
                 raise UserError(f"--data.root must hold a folder {part}, got {self.root}.")
-            pictures = ImageFolder(str(folder), transform=flip)
+            pictures = PictureFolder(folder, self.class_names, transform=flip)
         if split == "test":
             return pictures
         return self.hold_out(pictures, split)

@@ -32,6 +32,13 @@ class Odd(Regression):
     test_dataloader = val_dataloader
 
 
+class Silent(Odd):
+    """Forgets to return its loss."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.loss(batch)
+
+
 class Lazy(Odd):
     """Layers whose sizes come with the first batch."""
 

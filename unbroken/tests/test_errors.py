@@ -45,6 +45,8 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
         (["--epochs", "3"], ["--epochs", "Did you mean --max_epochs?"]),
         (["--lr", "0.1"], ["--lr", "Did you mean --model.lr?"]),
         (["--learning_rate=0.1"], ["--learning_rate", "Did you mean --model.lr?"]),
+        (["--model.learning_rate", "0.1"], ["--model.learning_rate", "Did you mean --model.lr?"]),
+        (["--logger", "tensorbord"], ["got tensorbord.", "Did you mean tensorboard?"]),
         (["--batch_size", "8"], ["--batch_size", "Did you mean --data.batch_size?"]),
         (["--seed", "1"], ["--seed", "Did you mean --seed_everything?"]),
         (["--tags", "a"], ["--tags", "Did you mean the variable WANDB_TAGS?"]),

@@ -46,6 +46,7 @@ from unbroken.cli import start as entry
 from unbroken.cli.cli import configure, differences
 from unbroken.cli.read_checkpoint import load
 from unbroken.commands import test as test_command
+from unbroken.results.facts import Summary
 from unbroken.results.run_result import RunResult
 from unbroken.run.main_job import next_commands
 from unbroken.run.progress import EpochLines, closing_lines, stopped_lines
@@ -89,6 +90,23 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert done.returncode == 0, done.stderr
     (folder / "stdout.txt").write_text(done.stdout)
     return folder / "checkpoints/r"
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_closing_lines_are_broken_between_words_on_a_narrow_terminal(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = Summary("r", True, "cpu", "32-true", 1, 10, 2, 20)
+    facts.advice = "74.2 ms a batch, 1 % of it waiting for data. The command tune batch_size helps."
+    facts.notes = ["best.ckpt is only the last: there was no metric to follow, for no validation."]
+    whole = closing_lines(facts, tmp_path)
+    assert facts.advice in whole.splitlines()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    told = closing_lines(facts, tmp_path)
+    assert told.split() == whole.split()
+    sentences = told.partition("everything in")[0]
+    assert max(len(line) for line in sentences.splitlines()) <= columns
 
 
 def test_a_run_leaves_all_its_files_and_a_summary(finished: Path) -> None:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,14 +25,16 @@ from tests.trained import trained_checkpoint
 from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
 from unbroken.commands.predict import command as predict
+from unbroken.commands.predict import contact_sheet
 from unbroken.commands.predict.answers import predict_batch, to_rows
 from unbroken.commands.predict.files import find_files
-from unbroken.commands.predict.images import read_image
 from unbroken.commands.predict.labelling import predict_files
 from unbroken.commands.predict.preparation import choose_preparation
+from unbroken.data import PictureFolder, class_folders
 from unbroken.data.drawn_figures import find_figure, is_unclear
-from unbroken.data.images import fit_image
+from unbroken.data.images import collate_images, fit_image
 from unbroken.errors import BadImage, UserError
+from unbroken.pictures import read_pixels
 
 
 @pytest.fixture(scope="module")
@@ -436,6 +438,36 @@ def test_each_file_is_taken_once_and_hidden_ones_are_not(tmp_path: Path) -> None
         find_files([str(tmp_path / "texts")], only_images=True)
 
 
+def test_a_linked_folder_is_left_out_and_said(tmp_path: Path) -> None:
+    (tmp_path / "scans").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "scans" / "a.png").write_bytes(b"")
+    (tmp_path / "elsewhere" / "b.png").write_bytes(b"")
+    link = tmp_path / "scans" / "more"
+    link.symlink_to(tmp_path / "elsewhere")
+    found, told = find_files([str(tmp_path / "scans")])
+    assert found == [tmp_path / "scans" / "a.png"]
+    assert told == [f"{link} is a link to a folder: name it, or {link}/*"]
+    assert find_files([str(link)]) == ([link / "b.png"], [])
+
+
+def test_the_contact_sheet_has_room_for_its_legend_and_letters_of_many_alphabets(
+    tmp_path: Path,
+) -> None:
+    missing = bytes(contact_sheet.font(14).getmask("\U0010fffd"))
+    for letter in "éößñΩжł":
+        assert bytes(contact_sheet.font(14).getmask(letter)) != missing
+    row = {"file": "größe-é.png", "digit": "7", "probability": 0.5, "note": "unsure"}
+    path = tmp_path / "sheet.png"
+    contact_sheet.draw_contact_sheet(path, [torch.zeros(1, 28, 28)], [row])
+    with Image.open(path) as sheet:
+        legend = np.asarray(sheet)[-20:]
+    # The last letter of the legend is not cut.
+    assert (legend[:, -10:] == 255).all()
+    assert contact_sheet.shortened("a" * 40, 14).count("…") == 1
+    assert contact_sheet.shortened("abc", 14) == "abc"
+
+
 @pytest.mark.nightly
 def test_an_empty_folder_among_others_is_skipped_and_named(
     digits: tuple[np.ndarray, np.ndarray], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -476,17 +508,71 @@ def test_postscript_is_never_started(tmp_path: Path) -> None:
     Image.new("RGB", (50, 50)).save(tmp_path / "x.eps")
     shutil.copy(tmp_path / "x.eps", tmp_path / "x.png")
     with pytest.raises(BadImage, match="not an image"):
-        read_image(tmp_path / "x.png")
+        read_pixels(tmp_path / "x.png")
 
 
 def test_sixteen_bits_and_transparency_are_not_clipped(tmp_path: Path) -> None:
     Image.fromarray(np.array([[0, 32768, 65535]], dtype=np.uint16)).save(tmp_path / "deep.png")
-    np.testing.assert_allclose(read_image(tmp_path / "deep.png")[0, :, 0], [0, 0.5, 1], atol=1e-4)
+    np.testing.assert_allclose(read_pixels(tmp_path / "deep.png")[0, :, 0], [0, 0.5, 1], atol=1e-4)
     for shade in (0, 255):
         Image.fromarray(np.array([[[shade] * 3 + [0], [shade] * 3 + [255]]], dtype=np.uint8)).save(
             tmp_path / "c.png"
         )
-        np.testing.assert_allclose(np.ptp(read_image(tmp_path / "c.png"), axis=1), 1)
+        np.testing.assert_allclose(np.ptp(read_pixels(tmp_path / "c.png"), axis=1), 1)
+
+
+def save_in_four_ways(ink: np.ndarray, folder: Path) -> list[Path]:
+    """A dark drawing (height, width) on white: plain, upside down, with 16 bits, transparent."""
+    paths = [folder / f"{name}.png" for name in ("plain", "turned", "deep", "clear")]
+    grey = Image.fromarray(255 - ink)
+    grey.convert("RGB").save(paths[0])
+    upside_down = Image.Exif()
+    upside_down[0x0112] = 3
+    grey.transpose(Image.Transpose.ROTATE_180).save(paths[1], exif=upside_down)
+    Image.fromarray((255 - ink).astype(np.uint16) * 257).save(paths[2])
+    Image.merge("RGBA", (grey, grey, grey, Image.fromarray(ink))).save(paths[3])
+    return paths
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_training_and_prediction_see_the_same_pixels_of_a_picture(
+    channels: int, tmp_path: Path
+) -> None:
+    ink = np.zeros((12, 12), np.uint8)
+    ink[2:5, 1:7] = 255
+    folder = tmp_path / "train" / "up"
+    folder.mkdir(parents=True)
+    paths = save_in_four_ways(ink, folder)
+    shape = (channels, 12, 12)
+    data = SimpleNamespace(image_shape=shape)
+    prepare = choose_preparation(SimpleNamespace(datamodule=data)).prepare  # type: ignore[arg-type]
+    expected = torch.from_numpy(255 - ink).expand(shape)
+    trained = PictureFolder(tmp_path / "train", ["up"])
+    assert len(trained) == 4
+    for picture, _ in trained:
+        assert torch.equal(fit_image(picture, shape), expected)
+    for path in paths:
+        prepared, _ = prepare(path)
+        assert torch.equal(prepared, expected)
+        # A data set of somebody's own opens its files by Pillow alone.
+        images, _ = collate_images([(Image.open(path), 0)], shape)
+        assert torch.equal(images[0], expected)
+
+
+def test_classes_are_numbered_by_the_training_folder_alone(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (4, 4))
+    for name in ("train/rare", "train/common", "train/.ipynb_checkpoints", "test/rare"):
+        (tmp_path / name).mkdir(parents=True)
+        picture.save(tmp_path / name / "a.png")
+        picture.save(tmp_path / name / "._a.png")
+    assert class_folders(tmp_path / "train") == ["common", "rare"]
+    with pytest.raises(UserError, match=r"\(common, rare\), got rare\."):
+        PictureFolder(tmp_path / "test", ["common", "rare"])
+    (tmp_path / "test" / "common").mkdir()
+    samples = PictureFolder(tmp_path / "test", ["common", "rare"])
+    assert [number for _, number in samples] == [1]
+    other_order = PictureFolder(tmp_path / "test", ["rare", "common"])
+    assert [number for _, number in other_order] == [0]
 
 
 class Plain(LightningModule):

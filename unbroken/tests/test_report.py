@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,11 +27,19 @@ from unbroken.cli.read_checkpoint import load
 from unbroken.monitors import monitor
 from unbroken.monitors.test_predictions import TestPredictions
 from unbroken.report import Report, page
-from unbroken.report.charts import MOST_POINTS, curves
+from unbroken.report.charts import (
+    CELL,
+    FULLEST,
+    MOST_POINTS,
+    amounts,
+    confusion_matrix,
+    curves,
+)
 from unbroken.report.page import render
+from unbroken.report.samples import first_samples
 from unbroken.results import facts
 from unbroken.results.facts import Summary
-from unbroken.results.run_result import Mistake, read_series
+from unbroken.results.run_result import Mistake, read_epochs, read_series
 from unbroken.results.run_result import RunResult as RunRecord
 from unbroken.run import run_record
 
@@ -94,8 +103,11 @@ def test_report_shows_figures_curves_configuration_and_origin_of_the_run() -> No
     assert facts["command"] in text
     assert facts["git_commit"] in text
     assert all(version in text for version in facts["versions"].values())
-    assert "class_path: numerals.model.networks.MLP" in text
-    assert len(re.findall(r"<img ", source)) == min(24, wrong)
+    assert "class_path: numerals.model.MLP" in text
+    assert source.count('alt="test image') == min(24, wrong)
+    # What the network got first, and a row for each epoch
+    assert source.count('alt="training sample"') == 16
+    assert "epoch train/loss train/accuracy val/loss val/accuracy" in text
 
 
 def record_of(
@@ -220,6 +232,108 @@ def test_report_of_a_regression_follows_its_own_metric_and_shows_nothing_of_clas
     assert "cross-entropy" not in text
     assert "Predictions on the test set" not in text
     assert marked == [{1: 9, 2: 19, 3: 29, 4: 39}] * 2
+
+
+def test_any_modules_curves_share_charts_units_and_colours(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn: dict[str, tuple[list[str], str]] = {}
+    colours: dict[str, set[str]] = {}
+
+    def noted(name: str, paint: Any, *facts: Any) -> str:
+        lines, unit = facts[:2]
+        drawn[name] = (list(lines), unit)
+        axes = Figure().subplots()
+        paint(axes, *facts)
+        for label, line in zip(lines, axes.lines, strict=False):
+            colours.setdefault(label, set()).add(line.get_color())
+        assert all(tick == int(tick) for tick in axes.get_xticks())
+        return ""
+
+    monkeypatch.setattr(page, "draw", noted)
+    points = [(0, 1.0), (3, 0.5)]
+    record = record_of()
+    names = ["val_loss", "train_loss_step", "train_loss_epoch", "val_mse", "train_mse", "val/acc"]
+    record.series = dict.fromkeys([*names, "own"], points)
+    page.render(record)
+    assert drawn == {
+        "Loss": (["train, each step", "train", "validation"], "loss"),
+        "mse": (["validation", "train"], "mse"),
+        "acc": (["validation"], "fraction"),
+        "own": (["own"], "own"),
+    }
+    assert all(len(each) == 1 for each in colours.values())
+    assert colours["train"] == colours["train, each step"] != colours["validation"]
+
+
+def test_the_page_has_a_table_of_epochs_and_the_first_batch_as_the_network_got_it(
+    tmp_path: Path,
+) -> None:
+    rows = [
+        "step,epoch,train_loss,val_loss,memory/rss_gib",
+        "0,0,0.9,,1",
+        "4,0,0.5,0.75,1",
+        "9,1,0.25,0.125,1",
+        "10,2,0.0625,,1",
+    ]
+    (tmp_path / "metrics.csv").write_text("\n".join(rows))
+    record = record_of()
+    record.epochs = read_epochs(tmp_path / "metrics.csv", epochs=2)
+    assert record.epochs == [
+        {"epoch": 1, "train_loss": 0.5, "val_loss": 0.75},
+        {"epoch": 2, "train_loss": 0.25, "val_loss": 0.125},
+    ]
+    record.class_names = ["cat", "dog"]
+    callback = Report(tmp_path)
+    images = torch.linspace(-1, 3, 20 * 3 * 4 * 5).reshape(20, 3, 4, 5)
+    labels = torch.arange(20) % 2
+    trainer: Any = SimpleNamespace(is_global_zero=True)
+    module: Any = None
+    callback.on_train_batch_start(trainer, module, [images, labels], 0)
+    callback.on_train_batch_start(trainer, module, [images * 0, labels], 1)
+    assert [each.target for each in callback.samples] == [0, 1] * 8
+    assert callback.samples[0].image.shape == (4, 5, 3)
+    assert callback.samples[0].image.min() == 0
+    source = render(record, samples=callback.samples)
+    text = text_of(source)
+    assert "epoch train_loss val_loss 1 0.5000 0.7500 2 0.2500 0.1250" in text
+    assert source.count('alt="training sample"') == 16
+    assert text.count("dog") == 8
+    # Batches of somebody else's are no images.
+    for batch in ({"x": images}, images, [images[:, 0], labels], [], ["text"]):
+        assert first_samples(batch) == []
+
+
+def test_the_text_of_the_confusion_matrix_is_readable_on_every_shade() -> None:
+    css = (Path(page.__file__).parent / "report.css").read_text()
+
+    def light_of(colour: str) -> float:
+        parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+        return float(np.dot(linear, [0.2126, 0.7152, 0.0722]))
+
+    axes = Figure().subplots()
+    confusion_matrix(axes, np.diag([1, 25, 100]), ["a", "b", "c"])
+    assert {text.get_color() for text in axes.texts} == {Figure().text(0, 0, "").get_color()}
+    shade, alpha = CELL, int(FULLEST, 16) / 255
+    cards = re.findall("--card: (#[0-9a-f]{6})", css)
+    inks = re.findall("--ink: (#[0-9a-f]{6})", css)
+    assert len(cards) == len(inks) == 2
+    for card, ink in zip(cards, inks, strict=True):
+        mixed = "#"
+        for place in (1, 3, 5):
+            cell = int(shade[place : place + 2], 16)
+            below = int(card[place : place + 2], 16)
+            mixed += f"{round(alpha * cell + (1 - alpha) * below):02x}"
+        for cell_colour in (mixed, card):
+            lights = sorted([light_of(cell_colour), light_of(ink)])
+            assert (lights[1] + 0.05) / (lights[0] + 0.05) > 4.5
+
+
+def test_accuracies_of_classes_stand_on_an_axis_from_0_to_1() -> None:
+    axes = Figure().subplots()
+    amounts(axes, [("a", 0.25), ("b", 1.0)], "accuracy", True)
+    assert axes.get_xlim() == (0, 1)
 
 
 @pytest.mark.nightly

@@ -125,12 +125,66 @@ def test_eighty_columns_have_room_for_the_result_and_for_what_differs(
     monkeypatch.setenv("COLUMNS", "80")
     make_run(root, "2026-11-25_19-48-32", optimizer="AdamW")
     lines = shown(capsys, root, "--sort", "lr").splitlines()
-    assert lines[0].split() == ["name", "date", "state", "val/accuracy", "lr", "optimizer"]
+    names = ["name", "lr", "optimizer", "seed_everything", "val/accuracy"]
+    assert lines[0].split()[:5] == names
     assert max(len(line) for line in lines) <= 80
     # A setting may be named without its section here, too.
     names = [line.split()[0] for line in lines[2:-1]]
     assert names[-1] == "fast"
-    assert re.fullmatch(r"\d\d-\d\d", lines[2].split()[1])
+    # What is sorted by is shown, wherever its column stands.
+    for column in ("fit_seconds", "date"):
+        lines = shown(capsys, root, "--sort", column).splitlines()
+        assert column in lines[0].split()
+        assert "val/accuracy" in lines[0].split()
+        assert max(len(line) for line in lines) <= 80
+
+
+def test_what_was_typed_is_shown_before_what_follows_from_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for seed in (1, 2):
+        folder = make_run(root, f"typed-{seed}", 0.01 * seed, 7)
+        trainer = {f"flag_{letter}": seed for letter in "abcdefghij"} | {"max_epochs": seed}
+        change(folder, {}, trainer=trainer)
+        text = (folder / "config.yaml").read_text()
+        command = f"python -m numerals.fit --max_epochs {seed} --model.lr=0.0{seed}"
+        (folder / "config.yaml").write_text(f"# {command}\n{text}")
+    for name in ("fast", "slow-1", "slow-2"):
+        shutil.rmtree(root / name)
+    for width in (50, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        heading = shown(capsys, root).splitlines()[0].split()
+        assert heading[:3] == ["name", "lr", "max_epochs"]
+        assert "val/accuracy" in heading
+
+
+def test_two_runs_stand_side_by_side(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shown(capsys, root, "--compare", "slow-1", "fast").splitlines()
+    assert lines[0].split() == ["slow-1", "fast"]
+    assert [line.split() for line in lines[2:5]] == [
+        ["model.lr", "0.0100", "0.1000"],
+        ["val/accuracy", "0.9000", "0.9500"],
+        ["test/accuracy", "0.8900", "0.9400"],
+    ]
+    words = ["--root", str(root), "--compare", "slow-1", "fats"]
+    assert exit_code(partial(runs.main, "numerals"), words) == 2
+    error = "error: --compare must name runs, got fats. Did you mean fast?\n"
+    assert capsys.readouterr().err == error
+
+
+def test_a_class_under_two_names_and_another_tracker_are_one_configuration(root: Path) -> None:
+    ways = {
+        "default": ("numerals.model.ConvNet", None),
+        "typed": ("numerals.model.networks.ConvNet", "csv"),
+        "tracked": ("numerals.model.ConvNet", {"class_path": "a.B", "init_args": {"c": 1}}),
+    }
+    for seed, (name, (network, logger)) in enumerate(ways.items(), start=1):
+        init_args = {"lr": 0.5, "network": {"class_path": network}}
+        model = {"class_path": "numerals.model.MNISTClassifier", "init_args": init_args}
+        trainer = {"max_epochs": 2, "logger": logger}
+        change(make_run(root, name, 0.5, seed), {}, model=model, trainer=trainer)
+    groups = [row["runs"] for row in listed(root, "--seeds")]
+    assert "default tracked typed" in groups
 
 
 def make_runs_of_three_tasks(root: Path) -> None:
@@ -156,11 +210,16 @@ def test_runs_of_several_tasks_fit_the_terminal(
     assert max(len(line) for line in lines) <= width
     headings = [line.split()[:4] for line in lines if line.startswith("name ")]
     assert headings == [
-        ["name", "date", "state", "val/Names"],
-        ["name", "date", "state", "val/Prices"],
-        ["name", "date", "state", "val/Weather"],
-        ["name", "date", "state", "val/accuracy"],
+        ["name", "lr", "names_a", "names_b"],
+        ["name", "lr", "prices_a", "prices_b"],
+        ["name", "lr", "weather_a", "weather_b"],
+        ["name", "lr", "seed_everything", "val/accuracy"],
     ]
+    # However many settings differ, the metric by which runs are judged is there.
+    results = ["val/Names", "val/Prices", "val/Weather", "val/accuracy"]
+    headings = [line.split() for line in lines if line.startswith("name ")]
+    for heading, result in zip(headings, results, strict=True):
+        assert result in heading
     modules = [line for line in lines if line in ("Names", "Prices", "Weather", "MNISTClassifier")]
     assert modules == ["Names", "Prices", "Weather", "MNISTClassifier"]
     assert "more columns do not fit: --settings, or --output FILE)" in lines[-1]
@@ -206,7 +265,7 @@ def test_a_seed_that_was_run_twice_counts_once(root: Path) -> None:
     again = next(row for row in listed(root, "--seeds") if "slow" in row["runs"])
     assert "slow-2-again" in again["runs"]
     assert again["finished"] == before["finished"] + 1
-    for name in ("val/accuracy", "val/accuracy std"):
+    for name in ("seeds", "val/accuracy", "val/accuracy std"):
         assert again[name] == before[name]
 
 

@@ -138,7 +138,7 @@ def assert_complete(tmp_path: Path, told: str, count: int) -> None:
     summaries = [json.loads(path.read_text()) for path in tmp_path.glob("lr/trial-*/summary.json")]
     assert summaries
     assert not [name for summary in summaries for name in summary if name.startswith("test/")]
-    tested = re.search(r"best: +python -m project\.test --ckpt_path (\S+)", told)
+    tested = re.search(r"best: +python -m numerals\.test --ckpt_path (\S+)", told)
     assert tested
     assert Path(tested[1]).is_file()
     rows = json.loads((tmp_path / "trials.json").read_text())
@@ -156,6 +156,10 @@ def assert_complete(tmp_path: Path, told: str, count: int) -> None:
     words = shlex.split(told.rstrip().splitlines()[-1])
     assert words[:4] == ["python", "-m", "numerals.fit", "--config"]
     assert str(tmp_path / "my data") in words
+    # What is trained follows the metric by which it has won, and is no trial.
+    assert words[-4:] == ["--monitor", "val/accuracy", "--mode", "max"]
+    assert "--max_epochs" not in words
+    assert "to train it without the trials' limits (--max_epochs 3):" in told
     with Image.open(tmp_path / "lr" / "sweep.png") as picture:
         assert picture.width > 600
         assert len(picture.convert("RGB").getcolors(1_000_000)) > 50
@@ -599,10 +603,13 @@ def test_a_sweep_without_optuna_says_how_to_install_it() -> None:
     assert ended.stderr == "error: a local sweep needs Optuna. Install it: pip install optuna\n"
 
 
-@pytest.mark.usefixtures("forked_trials")
-def test_what_fit_refuses_ends_the_sweep_with_fits_own_line_and_leaves_no_folder(
-    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_what_fit_refuses_ends_the_sweep_before_a_trial_starts_and_leaves_no_folder(
+    flags: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(trials, "subprocess", None)
     assert (
         entry.exit_code(
             partial(sweep.main, "numerals"), [*flags, "--trials", "1", "--model.lrr", "1"]

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from numerals.fit import job as fit
@@ -20,9 +23,10 @@ from tests.reported import of_type, wandb_folders, wandb_records
 from unbroken.cli import trackers
 from unbroken.cli.cli import configure
 from unbroken.errors import UserError
-from unbroken.loggers import followers
+from unbroken.loggers import followers, mlflow
 from unbroken.loggers.followers import WholeRows
 from unbroken.loggers.metrics_csv import MetricsCSV
+from unbroken.loggers.mlflow import name_in_mlflow
 from unbroken.loggers.tensorboard import TensorBoardRunLogger
 from unbroken.mirror.manifest import MIRRORED
 from unbroken.run_folder import RunFolder
@@ -65,7 +69,8 @@ def test_a_word_that_is_none_is_told_with_those_that_there_are(typed: str) -> No
         configure(fit, "fit", [*TASK, "--logger", typed])
     told = str(error.value)
     assert told.startswith(f"--logger must be any of {', '.join(trackers.TRACKERS)}")
-    assert told.endswith(f"got {typed}.")
+    hint = " Did you mean tensorboard?" if "tensorbord" in typed else ""
+    assert told.endswith(f"got {typed}.{hint}")
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,39 @@ def test_a_missing_package_is_named_before_any_file_is_written(
     with pytest.raises(UserError, match=rf"needs the package {package}, .* pip install {package}"):
         fit.main([*TASK, *SHORT, "--logger", typed])
     assert list(workplace.iterdir()) == []
+
+
+def test_two_names_are_two_names_in_mlflow() -> None:
+    names = ["recall<0.5", "recall>0.5", "准确率", "损失", "val/loss"]
+    told = [name_in_mlflow(name) for name in names]
+    assert len(set(told)) == 5
+    assert told[0] == "recall_x3c_0.5"
+    assert told[-1] == "val/loss"
+    assert all(re.fullmatch(r"[A-Za-z0-9_/. :-]+", name) for name in told)
+
+
+def test_each_run_of_a_process_has_its_own_database_in_mlflow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    places: list[Any] = []
+
+    class Started:
+        def __init__(self, run: Any, uri: str | None, experiment: str) -> None:
+            places.append(uri)
+
+        def begin(self, settings: Any) -> None:
+            # MLflow itself does so.
+            os.environ["MLFLOW_TRACKING_URI"] = "sqlite:///first.db"
+
+    monkeypatch.setattr(mlflow, "MLFlowRunLogger", Started)
+    config: Any = SimpleNamespace(program=fit, resolved={})
+    for name in ("first", "second"):
+        mlflow.make_mlflow_logger(config, SimpleNamespace(folder=tmp_path / name))  # type: ignore[arg-type]
+    assert places == [None, None]
+    for odd in ("a?b", "a#b"):
+        with pytest.raises(UserError, match=r"without \? # and % in its path.*got .*/a"):
+            mlflow.make_mlflow_logger(config, SimpleNamespace(folder=tmp_path / odd))  # type: ignore[arg-type]
 
 
 def test_a_logger_of_lightnings_lies_in_the_runs_folder(workplace: Path) -> None:

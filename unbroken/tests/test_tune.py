@@ -22,7 +22,7 @@ from unbroken.cli import start as entry
 from unbroken.cli.cli import Configuration, configure
 from unbroken.commands.tune import command as tune
 from unbroken.commands.tune.advice import advice_lines, advise
-from unbroken.commands.tune.batch_size import Search
+from unbroken.commands.tune.batch_size import Search, rows_of
 from unbroken.commands.tune.learning_rate import RateRamp, flag_of, read_curve
 from unbroken.commands.tune.short_training import one_device_flags, train_shortly
 from unbroken.commands.tune.steps import CannotTrain, Measured, TrainingSteps
@@ -112,6 +112,27 @@ def test_no_size_is_recommended_that_leaves_fewer_than_50_steps_an_epoch_or_gain
 ) -> None:
     _, _, found = advise(measured(RATES, samples), present)
     assert (found.batch_size if found else None) == use
+
+
+def test_no_size_is_recommended_for_a_gain_that_is_smaller_than_the_measurements_vary() -> None:
+    sizes = measured(RATES, 55_000)
+    command = "python -m numerals.tune lr --data.batch_size"
+    for spread, size in ((50, 128), (150, 32)):
+        for row in sizes:
+            row.spread_pct = spread
+        _, _, found = advise(sizes, 32)
+        assert found is not None
+        assert found.batch_size == size
+    lines = advice_lines(sizes, "no more", 32, command)
+    assert "now: 32 at 900 samples/s" in lines
+    assert lines[-2:] == [
+        "256 seems 122 % faster, but the measurements vary by 150 %. Measure again on an idle"
+        " machine.",
+        "Keep --data.batch_size 32.",
+    ]
+    assert "now: 24, which was not measured" in advice_lines(sizes, "no more", 24, command)
+    notes = [row["note"] for row in rows_of(sizes, advise(sizes, 32), 32)]
+    assert notes[1] == "now, use"
 
 
 def test_the_advice_says_what_a_larger_batch_costs() -> None:

@@ -864,3 +864,14 @@ def test_the_printed_folders_are_those_that_wandb_sync_needs(
         pattern = line.removeprefix("  wandb sync ").partition("   #")[0]
         assert subprocess.run(f"ls -d {pattern}", shell=True, capture_output=True).returncode == 0
     assert pattern == "'my run/wandb'/offline-run-*"
+
+
+def test_an_infinite_best_is_no_reason_to_leave_the_checkpoint_out(tmp_path: Path) -> None:
+    sent: list[Any] = []
+    best = tmp_path / "best.ckpt"
+    best.write_bytes(b"weights")
+    run: Any = SimpleNamespace(id="x", log_artifact=lambda artifact, aliases: sent.append(artifact))
+    facts = {"val/loss": float("inf"), "val/f1": float("nan"), "epochs": 2, "device": "cpu"}
+    wandb_logging.send_checkpoint(run, best, facts)
+    (artifact,) = sent
+    assert artifact.metadata == {"epochs": 2, "device": "cpu"}

@@ -41,6 +41,18 @@ def test_a_run_in_which_all_is_well_has_no_notes(capsys: pytest.CaptureFixture[s
     assert notes_of(capsys) == []
 
 
+@pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
+def test_a_training_step_that_returns_no_loss_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--model", "tests.odd_modules.Silent", "--data", "null", "--accelerator", "cpu"]
+    words += ["--max_epochs", "1", "--run_name", "r", "--report", "false"]
+    assert fit.main(words) == 0
+    note = (
+        "nothing was trained: no training_step has returned a loss. Does it end in `return loss`?"
+    )
+    assert note in summary(FOLDER)["notes"]
+    assert note in capsys.readouterr().out
+
+
 def test_a_run_that_leaves_its_test_out_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--limit_test_batches", "0"]
     assert notes_of(capsys, *flags) == ["not tested: --limit_test_batches is 0."]

@@ -38,8 +38,8 @@ def explain(message: str, options: Sequence[str], elsewhere: Mapping[str, str] =
     keys = re.findall(r'[Pp]arser key "([\w.]+)"', message)
     option = "--" + ".".join(keys)
     told = (
-        _unknown_inside(message, keys)
-        or _unknown_in_group(message, options)
+        _unknown_inside(message, keys, elsewhere)
+        or _unknown_in_group(message, options, elsewhere)
         or _unrecognized(message, options, elsewhere)
         or _required_class(message)
         or _missing_value(message)
@@ -63,22 +63,31 @@ def explain(message: str, options: Sequence[str], elsewhere: Mapping[str, str] =
 # An option that does not exist
 
 
-def _unknown_inside(message: str, keys: Sequence[str]) -> str | None:
+def _unknown_inside(message: str, keys: Sequence[str], elsewhere: Mapping[str, str]) -> str | None:
     """A nested parser of a class has explained it already, without the keys around it."""
     found = re.search(r"unknown option --[\w.\-]+\.(?: Did you mean --[\w.\-]+\?)?", message)
     if found is None:
         return None
     prefix = "--" + "".join(f"{key}." for key in keys)
+    typed = re.search(r"unknown option --([\w.\-]+)\.", message)
+    if typed is not None and prefix + typed[1] in elsewhere:
+        option = prefix + typed[1]
+        return f"unknown option {option}. Did you mean {elsewhere[option]}? {SEE}"
     return re.sub("(?<= )--", prefix, found[0]) + f" {SEE}"
 
 
-def _unknown_in_group(message: str, options: Sequence[str]) -> str | None:
+def _unknown_in_group(
+    message: str, options: Sequence[str], elsewhere: Mapping[str, str]
+) -> str | None:
     found = re.search(r"(?:^Option|Group '([\w.]+)' does not accept option) '([\w.]+)'", message)
     if found is None:
         return None
     group, name = found.groups()
     option = f"--{group}.{name}" if group else f"--{name}"
-    return f"unknown option {option}.{nearest(option, options)} {SEE}"
+    hint = nearest(option, options)
+    if option in elsewhere:
+        hint = f" Did you mean {elsewhere[option]}?"
+    return f"unknown option {option}.{hint} {SEE}"
 
 
 def _unrecognized(message: str, options: Sequence[str], elsewhere: Mapping[str, str]) -> str | None:

@@ -239,7 +239,11 @@ def _print_error(message: str) -> None:
 def _what_the_user_can_do(error: BaseException) -> str | None:
     """The message of an error that the user can repair; None for any other."""
     if isinstance(error, UserError):
-        return str(error)
+        # Where a process that loads data has raised it, torch puts that one's traceback before it.
+        told = re.search(
+            r"^Caught UserError in DataLoader.*\bUserError: (.+)", str(error), re.DOTALL
+        )
+        return told[1] if told else str(error)
     if isinstance(error, OSError) and error.errno in ADVICE:
         return f"{error.filename or 'a file'}: {error.strerror}. {ADVICE[error.errno]}"
     if isinstance(error, MemoryError) or re.search(NO_MEMORY, str(error)):

@@ -6,6 +6,8 @@ Every command reads this file, so it imports nothing that takes long.
 import re
 from collections.abc import Callable
 
+from unbroken.errors import nearest
+
 # Each tracker, and the package that it needs beside those of training
 TRACKERS: dict[str, str | None] = {
     "wandb": "wandb",
@@ -27,4 +29,6 @@ def told_as_words(option: str, message: str, given: Callable[[str], str]) -> str
     if not re.search(NO_SUCH_CLASS, message):
         return None
     allowed = f"any of {', '.join(TRACKERS)}, with commas between them, or false, or a class"
-    return f"{option} must be {allowed} (package.module.Class), got {given(message)}."
+    got = given(message)
+    hint = nearest(got.rpartition(",")[2], TRACKERS)
+    return f"{option} must be {allowed} (package.module.Class), got {got}.{hint}"

@@ -28,16 +28,22 @@ if TYPE_CHECKING:
     from unbroken.data.idx_files import read_part as read_part
     from unbroken.data.images import BatchedDataModule as BatchedDataModule
     from unbroken.data.images import TensorImages as TensorImages
+    from unbroken.data.picture_folder import PictureFolder as PictureFolder
+    from unbroken.data.picture_folder import class_folders as class_folders
+    from unbroken.pictures import read_picture as read_picture
 
 OF_IMAGES = {
     "BatchedDataModule": "images",
     "IdxSet": "idx_files",
+    "PictureFolder": "picture_folder",
     "TensorImages": "images",
+    "class_folders": "picture_folder",
     "find_figure": "drawn_figures",
     "find_idx": "idx_files",
     "random_changes": "augmentation",
     "read_idx": "idx_files",
     "read_part": "idx_files",
+    "read_picture": "picture_folder",
     "transformed": "augmentation",
 }
 

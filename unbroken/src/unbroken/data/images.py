@@ -13,6 +13,7 @@ from torch.utils.data import default_collate
 from unbroken.data.augmentation import random_changes, transformed
 from unbroken.data.base import SplitDataModule, TensorRows
 from unbroken.errors import require
+from unbroken.pictures import as_plain
 
 # What a checkpoint knows of the data: attributes that are lists, and what these hold.
 DESCRIBED: dict[str, Any] = {"class_names": str, "image_shape": int, "mean": float, "std": float}
@@ -228,10 +229,10 @@ def collate_images(samples: Any, image_shape: tuple[int, int, int]) -> Any:
 
 def fit_image(image: Image.Image, image_shape: tuple[int, int, int]) -> Tensor:
     """The largest middle part of a Pillow image, scaled to uint8 (channels, height, width), grey or
-    RGB.
+    RGB. It is turned, scaled and blended as :func:`unbroken.data.read_picture` does.
     """
     channels, height, width = image_shape
     mode = "L" if channels == 1 else "RGB"
-    fitted = ImageOps.fit(image.convert(mode), (width, height))
+    fitted = ImageOps.fit(as_plain(image).convert(mode), (width, height))
     pixels = torch.from_numpy(np.array(fitted))  # (height, width) or (height, width, channels)
     return pixels.view(height, width, channels).permute(2, 0, 1)

@@ -7,12 +7,13 @@ import os
 import re
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
-from unbroken.errors import UserError
+from unbroken.errors import UserError, require
 from unbroken.loggers.followers import Row, WholeRows, keep_name, name_in_tracker
 from unbroken.loggers.patience import failure_within
 from unbroken.results.run_result import RunResult
@@ -29,7 +30,7 @@ INTERVAL = 5.0
 # The most values that MLflow takes at once
 MOST_VALUES = 1000
 # MLflow allows no other characters in a name.
-NOT_IN_NAMES = re.compile(r"[^\w/. :-]+", re.ASCII)
+NOT_IN_NAMES = re.compile(r"[^\w/. :-]", re.ASCII)
 # Seconds that a run waits for a server that does not answer. A stopped run has ten for everything.
 END_PATIENCE = 6.0
 
@@ -42,9 +43,14 @@ def make_mlflow_logger(config: Configuration, run: RunFolder) -> MLFlowRunLogger
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
     logging.getLogger("lightning.pytorch.loggers.mlflow").setLevel(logging.ERROR)
     uri = os.environ.get("MLFLOW_TRACKING_URI")
+    if uri is None:
+        require_a_path_in_an_address(run.folder)
     try:
         logger = MLFlowRunLogger(run, uri, config.program.package)
         logger.begin(config.resolved)
+        if uri is None:
+            # MLflow has set it to this run's database. The next run of this process has its own.
+            os.environ.pop("MLFLOW_TRACKING_URI", None)
     # MLflow's own errors, those of its database, and those of the network
     except Exception as error:
         reason = str(error).strip().partition("\n")[0]
@@ -52,6 +58,20 @@ def make_mlflow_logger(config: Configuration, run: RunFolder) -> MLFlowRunLogger
             f"--logger mlflow cannot start a run in {uri or run.folder / DATABASE}: {reason}"
         ) from None
     return logger
+
+
+def require_a_path_in_an_address(folder: Path) -> None:
+    """A UserError for a folder that the address of a database cannot name."""
+    is_plain = not re.search("[?#%]", str(folder))
+    must = "be a folder without ? # and % in its path, for MLflow names its database by an address"
+    require(is_plain, "with --logger mlflow the run's folder", must, folder)
+
+
+def name_in_mlflow(name: str) -> str:
+    """A metric's or a setting's name in MLflow. Every character that is not allowed there becomes
+    its number, so that two names stay two: ``recall_x3c_0.5`` for ``recall<0.5``.
+    """
+    return NOT_IN_NAMES.sub(lambda found: f"_x{ord(found[0]):x}_", name)
 
 
 class MLFlowRunLogger(MLFlowLogger):
@@ -92,7 +112,7 @@ class MLFlowRunLogger(MLFlowLogger):
         run_id = str(self.run_id)
         if self.had_id is None:
             keep_name(self.folder, f"mlflow at {self.place}", run_id)
-            named = {NOT_IN_NAMES.sub("", key): value for key, value in flat(settings).items()}
+            named = {name_in_mlflow(key): value for key, value in flat(settings).items()}
             super().log_hyperparams(named)
             return
         client.update_run(run_id, status="RUNNING")
@@ -110,7 +130,7 @@ class MLFlowRunLogger(MLFlowLogger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        self._rows.add({NOT_IN_NAMES.sub("", name): metrics[name] for name in metrics}, step)
+        self._rows.add({name_in_mlflow(name): metrics[name] for name in metrics}, step)
 
     def go_on_after(self, rows: Sequence[Row]) -> None:
         for row in rows:

@@ -609,7 +609,12 @@ def send_checkpoint(run: Any, best: Path, facts: dict[str, Any]) -> None:
     """Send best.ckpt as an artifact with the alias ``best``."""
     import wandb
 
-    plain = {key: value for key, value in facts.items() if isinstance(value, (int, float, str))}
+    # W&B takes no artifact whose facts hold an infinite number.
+    plain = {
+        key: value
+        for key, value in facts.items()
+        if isinstance(value, str) or (isinstance(value, int | float) and math.isfinite(value))
+    }
     artifact = wandb.Artifact(f"model-{run.id}", type="model", metadata=plain)
     # A copy: a resumed run writes another best.ckpt, perhaps before a sync.
     artifact.add_file(str(best), policy="mutable")

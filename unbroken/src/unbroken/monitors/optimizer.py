@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
-from unbroken.loading.log_steps import SHARDING, is_due, log_values
+from unbroken.loading.log_steps import SHARDING, counted, is_due, log_values
 from unbroken.monitors.monitor import Monitor, never_ends_the_run
+
+# The least points of the learning rate's curve
+POINTS = 20
 
 
 class OptimizerMonitor(Monitor):
@@ -18,7 +22,8 @@ class OptimizerMonitor(Monitor):
 
     Logged metrics, at log steps, of the first optimizer where a module has several:
 
-    - ``optimizer/lr``: learning rate of the first parameter group
+    - ``optimizer/lr``: learning rate of the first parameter group; also at twenty steps of the run
+      that are equally far apart, so that a short run shows its warm-up
     - ``optimizer/grad_norm``: 2-norm of the step's gradients, unscaled, before clipping; not where
       a strategy shards
     - ``optimizer/loss_scale``: the gradient scaler's factor, under 16-mixed only
@@ -30,19 +35,32 @@ class OptimizerMonitor(Monitor):
         # Read before the optimizer steps, and logged at the step's end: to read a tensor waits for
         # the device.
         self._metrics: dict[str, float | Tensor] = {}
+        # Steps from one point of the learning rate's curve to the next; 0: log steps alone
+        self._apart = 0
+
+    @never_ends_the_run
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        steps = trainer.estimated_stepping_batches
+        # Only a time, or a stream's end, may end a run.
+        self._apart = max(1, int(steps) // POINTS) if math.isfinite(steps) else 0
 
     @never_ends_the_run
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         is_first = optimizer is trainer.optimizers[0]
-        if not is_first or not is_due(trainer, trainer.global_step + 1):
+        step = trainer.global_step + 1
+        is_log_step = is_due(trainer, step)
+        is_point = self._apart > 0 and counted(trainer, step) % self._apart == 0
+        if not is_first or not (is_log_step or is_point):
             return
         self._metrics = {}
         # An optimizer of the user's own may have no rate.
         rate = optimizer.param_groups[0].get("lr")
         if rate is not None:
             self._metrics["optimizer/lr"] = float(rate)
+        if not is_log_step:
+            return
         # Only the plugin of 16-mixed has a scaler.
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:

@@ -13,7 +13,7 @@ from matplotlib import rc_context, rcParams
 from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from unbroken.results.run_result import Series
 
 STYLE = Path(__file__).with_name("report.mplstyle")
@@ -39,8 +39,12 @@ THEME = {
     "#0d0e0f": "line3",
     "#101112": "line4",
 }
-# Of the confusion matrix, from transparent to full; legible on white and on black
+# The split that the label of a curve begins with → its colour, in every chart of a page
+COLOUR_OF_SPLIT = {"train": "#070809", "validation": "#0a0b0c", "test": "#0d0e0f"}
+# Of the confusion matrix, from transparent to this much. The page's own colour of text has a
+# contrast of at least 4.5 on all its shades, light or dark.
 CELL = "#3b82f6"
+FULLEST = "b3"
 
 
 def draw(name: str, paint: Callable[..., None], *facts: Any) -> Markup:
@@ -80,6 +84,8 @@ def curves(
     """
     for label, series in lines.items():
         draw_line(ax, series, label)
+    # A step is a whole number.
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     values = [value for series in lines.values() for _, value in series]
     # A logarithmic axis helps only where values span a factor of ten.
     logarithmic = axis == "log" and min(values) > 0 and max(values) > 10 * min(values)
@@ -129,7 +135,19 @@ def draw_line(ax: Axes, series: Series, label: str) -> None:
     elif len(steps) <= FEW_POINTS:
         marker = "o"
         size = 3
-    ax.plot(steps, values, label=label, marker=marker, markersize=size, clip_on=False)
+    colour = COLOUR_OF_SPLIT.get(label.partition(",")[0])
+    # Values within epochs stand behind the means at their ends.
+    width = 0.7 if "," in label and colour else None
+    ax.plot(
+        steps,
+        values,
+        label=label,
+        color=colour,
+        linewidth=width,
+        marker=marker,
+        markersize=size,
+        clip_on=False,
+    )
 
 
 def mark_epochs(ax: Axes, epochs: dict[int, int]) -> None:
@@ -152,29 +170,29 @@ def shortened(name: str) -> str:
     return name if len(name) <= MOST_LETTERS else name[: MOST_LETTERS - 1] + "…"
 
 
-def amounts(ax: Axes, rows: Sequence[tuple[str, float]], unit: str, from_zero: bool = True) -> None:
-    """Draw named amounts, one under the other, each with its value.
-
-    They are bars from zero, or dots on an axis that fits them.
+def amounts(
+    ax: Axes, rows: Sequence[tuple[str, float]], unit: str, are_fractions: bool = False
+) -> None:
+    """Draw named amounts as bars, one under the other, each with its value. The axis of fractions
+    goes from 0 to 1.
     """
     ax.figure.set(figheight=0.8 + 0.3 * len(rows))
     leave_room_for_names(ax)
     places = range(len(rows))
     # Fractions that stand one under the other have as many digits each.
-    digits = ".3g" if from_zero else ".3f"
+    digits = ".3f" if are_fractions else ".3g"
     labels = [label for label, _ in rows]
     values = [value for _, value in rows]
-    if from_zero:
-        ax.barh(places, values, height=0.6)
-    else:
-        ax.plot(values, places, "o", markersize=5)
+    ax.barh(places, values, height=0.6)
     for place, value in enumerate(values):
         text = f"{value:{digits}}"
         ax.annotate(text, (value, place), (6, 0), textcoords="offset points", va="center")
     ax.set_yticks(places, labels)
     ax.invert_yaxis()
     ax.margins(x=0.2, y=0.06)
-    ax.grid(axis="y", visible=not from_zero)
+    if are_fractions:
+        ax.set_xlim(0, 1)
+    ax.grid(axis="y", visible=False)
     ax.set_xlabel(unit)
 
 
@@ -183,7 +201,7 @@ def confusion_matrix(ax: Axes, counts: np.ndarray, names: Sequence[str]) -> None
     ax.figure.set(figheight=0.93 * rcParams["figure.figsize"][0])
     leave_room_for_names(ax)
     classes = len(names)
-    shades = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + "ff"])
+    shades = LinearSegmentedColormap.from_list("shades", [CELL + "00", CELL + FULLEST])
     # Without the root only the diagonal would be seen.
     root = PowerNorm(1 / 3, vmin=0, vmax=max(1, counts.max()))
     ax.imshow(counts, cmap=shades, norm=root, interpolation="none")
@@ -204,13 +222,11 @@ def leave_room_for_names(ax: Axes) -> None:
 
 
 def write_counts(ax: Axes, counts: np.ndarray) -> None:
-    """Write each count above 0 into its cell, white on the dark ones."""
+    """Write each count above 0 into its cell."""
     size = min(8, 84 / len(counts))
     for (row, column), count in np.ndenumerate(counts):
         if count:
-            # A count above a quarter of the largest has a dark shade.
-            colour = "white" if 4 * count > counts.max() else None
-            ax.text(column, row, str(count), ha="center", va="center", fontsize=size, color=colour)
+            ax.text(column, row, str(count), ha="center", va="center", fontsize=size)
 
 
 def name_classes(ax: Axes, names: Sequence[str]) -> None:

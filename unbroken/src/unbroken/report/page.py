@@ -3,7 +3,7 @@
 import base64
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,31 @@ from markupsafe import Markup
 from PIL import Image
 from unbroken.loggers.panels import PANELS, PARTS
 from unbroken.report.charts import amounts, confusion_matrix, curves, draw, shortened
-from unbroken.results.run_result import RunResult, Series
+from unbroken.report.samples import Sample
+from unbroken.results.run_result import SPLITS, RunResult, Series, split_of
+from unbroken.tables import columns_of, format_cell
 
 TEMPLATE = Path(__file__).with_name("report.html.j2")
 # Of a mistake's longer side: 24 such colour images are about half a megabyte.
 MOST_PIXELS = 96
 # Charts of metrics that no panel names
 MOST_OTHERS = 24
+# Epochs in the table: of more, the last ones
+MOST_EPOCHS_LISTED = 200
+# The end of a metric's name → its unit. Any other metric is its own unit.
+UNITS = {
+    "accuracy": "fraction",
+    "acc": "fraction",
+    "f1": "fraction",
+    "precision": "fraction",
+    "recall": "fraction",
+    "auroc": "fraction",
+    "iou": "fraction",
+    "dice": "fraction",
+    "lr": "learning rate",
+}
+# Lightning's names of one metric that is logged at each step and at the end of each epoch
+MOMENTS = {"_step": ", each step", "_epoch": ""}
 # Classes that are listed with their accuracy, the worst ones
 MOST_CLASSES = 25
 PREDICTIONS = "Predictions on the test set"
@@ -35,15 +53,18 @@ SHOWN = {
 }
 
 
-def render(record: RunResult, deadline: float | None = None) -> str:
+def render(record: RunResult, deadline: float | None = None, samples: Sequence[Sample] = ()) -> str:
     """The report's HTML. Every text in it is escaped; only our style and the charts are markup.
 
-    ``deadline``: a time of ``time.monotonic()``. A TimeoutError where the charts take longer.
+    Args:
+        record: The run.
+        deadline: A time of ``time.monotonic()``. A TimeoutError where the charts take longer.
+        samples: What the network got first.
     """
-    followed = (record.summary.monitor or "").partition("/")[2]
+    _, followed = split_of(record.summary.monitor or "")
     tested = [name for name in record.summary.metrics if name.startswith("test")]
     # The followed metric comes first.
-    tested.sort(key=lambda name: name.partition("/")[2] != followed)
+    tested.sort(key=lambda name: split_of(name)[1] != followed)
     mistakes = []
     for each in record.mistakes:
         label = record.names[each.label]
@@ -55,9 +76,30 @@ def render(record: RunResult, deadline: float | None = None) -> str:
         sections=Charts(record, deadline).sections,
         left_out=len(other_metrics(record)) - MOST_OTHERS,
         mistakes=mistakes,
+        samples=[(png(each.image), label_of(each.target, record)) for each in samples],
+        epochs=record.epochs[-MOST_EPOCHS_LISTED:],
+        epoch_columns=sorted(columns_of(record.epochs), key=place_in_table),
+        cell=format_cell,
+        split_of=split_of,
         parts=PARTS,
         timedelta=timedelta,
     )
+
+
+def label_of(target: int | float | None, record: RunResult) -> str:
+    """A sample's target as it is shown: the name of a class, or a number."""
+    if isinstance(target, int) and 0 <= target < len(record.class_names):
+        return record.class_names[target]
+    return "" if target is None else format_cell(target)
+
+
+def place_in_table(metric: str) -> tuple[int, int]:
+    """Where a column of the table of epochs stands: by its split, losses first."""
+    split, rest = split_of(metric)
+    if metric == "epoch":
+        return (-1, 0)
+    place = SPLITS.index(split) if split else len(SPLITS)
+    return (place, "loss" not in rest)
 
 
 def fill_page(template: Path, **facts: Any) -> str:
@@ -109,8 +151,9 @@ class Charts:
         for panel in PANELS:
             lines = {}
             for metric, label in panel.lines.items():
-                if metric in self.record.series:
-                    lines[label] = self.record.series[metric]
+                for name in self.record.series:
+                    if name == metric or as_ours(name) == metric:
+                        lines[label + moment_of(name)] = self.record.series[name]
             if lines and panel.in_report:
                 unit = panel.unit or panel.title.lower()
                 if panel.title == "Loss" and self.record.confusion is not None:
@@ -124,7 +167,8 @@ class Charts:
 
     def _add_other_metrics(self) -> None:
         for title, lines in list(other_metrics(self.record).items())[:MOST_OTHERS]:
-            self._add_curves(OTHERS, title, lines, "value", "fitting")
+            word = title.replace("/", "_").rpartition("_")[2].lower()
+            self._add_curves(OTHERS, title, lines, UNITS.get(word, title), "fitting")
 
     def _add_predictions(self) -> None:
         record = self.record
@@ -138,22 +182,44 @@ class Charts:
         worst = record.class_accuracy[:MOST_CLASSES]
         classes = [(shortened(name), share) for name, share, _ in worst]
         unit = "accuracy on the test set (fraction)"
-        self._add(PREDICTIONS, title, amounts, classes, unit, False)
+        self._add(PREDICTIONS, title, amounts, classes, unit, True)
 
 
 def other_metrics(record: RunResult) -> dict[str, dict[str, Series]]:
-    """Chart → label → values: ``train/f1`` and ``val/f1`` share the chart ``f1``."""
+    """Chart → label → values: ``train/f1``, ``val/f1`` and ``test_f1`` share the chart ``f1``."""
     found: dict[str, dict[str, Series]] = {}
     for metric, series in record.series.items():
-        if metric in SHOWN:
+        if metric in SHOWN or as_ours(metric) in SHOWN:
             continue
-        title = label = metric
-        part, _, rest = metric.partition("/")
-        if part in PARTS and rest:
-            title = rest
-            label = PARTS[part]
+        split, title = split_of(metric)
+        label = metric
+        if split:
+            moment = moment_of(metric)
+            title = without_moment(title)
+            label = PARTS[split] + moment
         found.setdefault(title, {})[label] = series
     return found
+
+
+def as_ours(metric: str) -> str:
+    """The name of a metric of a split as ours are called: ``val/loss`` for ``val_loss``."""
+    split, rest = split_of(metric)
+    return f"{split}/{without_moment(rest)}" if split else metric
+
+
+def without_moment(name: str) -> str:
+    """A metric's name without Lightning's ``_step`` or ``_epoch`` at its end."""
+    for ending in MOMENTS:
+        if name.endswith(ending) and name != ending:
+            return name.removesuffix(ending)
+    return name
+
+
+def moment_of(metric: str) -> str:
+    """What the label of a metric's curve adds to its split."""
+    split, rest = split_of(metric)
+    ending = rest.removeprefix(without_moment(rest))
+    return MOMENTS.get(ending, "") if split else ""
 
 
 def png(pixels: np.ndarray) -> str:

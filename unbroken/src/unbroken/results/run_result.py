@@ -17,6 +17,12 @@ from unbroken.results.facts import Summary
 from unbroken.tables import is_number, read_rows
 
 Series = list[tuple[int, float]]  # One metric over a run: (optimizer step, value), by step
+# A row of the table of epochs: the epoch's number, from 1, and the last value of each metric in it
+EpochRow = dict[str, float]
+# With these words the names of metrics begin, as in val/loss and val_loss.
+SPLITS = ("train", "val", "test")
+# Not in the table of epochs: what monitors log
+MONITORED = ("throughput/", "memory/", "optimizer/")
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class RunResult:
     config: str  # resolved configuration as YAML
     series: dict[str, Series] = field(default_factory=dict)  # by metric name
     class_names: list[str] = field(default_factory=list)
+    epochs: list[EpochRow] = field(default_factory=list)  # those that were completed
     stopped_by: str | None = None  # name of the signal; None for a run that has finished
     max_epochs: int | None = None
     breakdown: dict[str, float] = field(default_factory=dict)  # GiB of memory by use
@@ -81,6 +88,33 @@ class RunResult:
         return sorted(pairs, key=lambda pair: -pair[2])
 
 
+def split_of(metric: str) -> tuple[str, str]:
+    """The split that a metric is of, and its name there: ``("val", "loss")`` of ``val/loss`` and of
+    ``val_loss``. The split of any other is empty.
+    """
+    for split in SPLITS:
+        for separator in ("/", "_"):
+            rest = metric.removeprefix(f"{split}{separator}")
+            if rest and rest != metric:
+                return split, rest
+    return "", metric
+
+
+def read_epochs(path: Path, epochs: int) -> list[EpochRow]:
+    """What a ``metrics.csv`` tells of each of the completed epochs, whose number is ``epochs``."""
+    found: dict[int, EpochRow] = {}
+    for row in read_rows(path):
+        if "epoch" not in row or row["epoch"] >= epochs:
+            continue
+        number = int(row["epoch"]) + 1
+        shown = found.setdefault(number, {"epoch": number})
+        for name, value in row.items():
+            is_metric = name not in ("step", "epoch") and not name.startswith(MONITORED)
+            if is_metric and is_number(value):
+                shown[name] = value
+    return [found[number] for number in sorted(found)]
+
+
 def read_series(path: Path, epochs: int) -> dict[str, Series]:
     """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too, without values that
     cannot be drawn.
@@ -100,7 +134,7 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:
     last_step_of = {epoch: step for step, epoch in series.get("epoch", []) if epoch < epochs}
     ends = set(last_step_of.values())
     for name, points in series.items():
-        if name.startswith("train/"):
+        if split_of(name)[0] == "train":
             within = [point for point in points if point[0] not in ends]
             at_ends = [point for point in points if point[0] in ends]
             series[name] = at_ends if len(at_ends) > len(within) else within

@@ -28,6 +28,7 @@ from unbroken.results.run_result import (
     add_all_facts,
     leave_everything,
     parts_of,
+    read_epochs,
     read_series,
 )
 from unbroken.run.final_test import final_test, lacks_for_test
@@ -191,6 +192,7 @@ def finish(trainer: Trainer, result: RunResult) -> None:
             if isinstance(part, MetricsCSV):
                 part.save()
                 result.series = read_series(part.path, result.summary.epochs)
+                result.epochs = read_epochs(part.path, result.summary.epochs)
         leave_everything(trainer, result)
 
 

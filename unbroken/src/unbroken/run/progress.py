@@ -222,6 +222,16 @@ def _wrapped(parts: Sequence[str]) -> str:
     return lines.replace(UNBREAKABLE, " ")
 
 
+def _fitted(sentence: str) -> str:
+    """A sentence, broken between words where a terminal is too narrow for it. A file has it whole:
+    it may be searched.
+    """
+    if not sys.stdout.isatty():
+        return sentence
+    columns = shutil.get_terminal_size().columns
+    return textwrap.fill(sentence, columns, break_long_words=False, break_on_hyphens=False)
+
+
 def progress_callback(fit: str, flags: dict[str, Any]) -> Callback | None:
     """Lines of epochs, with a bar on a terminal; None where switched off, or the user has a bar.
 
@@ -308,10 +318,8 @@ def closing_lines(summary: Summary, folder: Path, *commands: str) -> str:
         where = f"({what}, epoch {summary.best_epoch + 1}{of})"
         score = format_metric(summary.best_score)
         lines.append(f"{summary.monitor}  {score}   {where}")
-    lines.append(_time_line(summary))
-    if summary.advice:
-        lines.append(summary.advice)
-    lines += summary.notes
+    sentences = [_time_line(summary), summary.advice or "", *summary.notes]
+    lines += [_fitted(sentence) for sentence in sentences if sentence]
     lines.append(f"everything in {shown}/")
     if commands and (folder / "best.ckpt").exists():
         lines.append("next:")

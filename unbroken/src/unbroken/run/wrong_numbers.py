@@ -3,6 +3,7 @@ only the last.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ class WrongNumbers(Callback):
         self.bad_weights_since: int | None = None
         self._has_validated = False
         self._is_test = False
+        # Whether a training step of this start has returned a loss, or none was expected
+        self._has_loss = False
+        self._steps_seen = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._is_test = stage != "fit"
@@ -51,6 +55,14 @@ class WrongNumbers(Callback):
         self.bad_weights_since = state_dict["weights"]
         self._has_validated = state_dict.get("has_validated", False)
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any
+    ) -> None:
+        if not self._has_loss:
+            loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+            self._has_loss = loss is not None or not pl_module.automatic_optimization
+            self._steps_seen += 1
+
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not trainer.sanity_checking:
             self._has_validated = True
@@ -66,6 +78,11 @@ class WrongNumbers(Callback):
             summary.advice = None
         if result.stopped_by is None and trainer.limit_test_batches == 0:
             summary.notes.append("not tested: --limit_test_batches is 0.")
+        if self._steps_seen and not self._has_loss:
+            summary.notes.append(
+                "nothing was trained: no training_step has returned a loss. Does it end in `return"
+                " loss`?"
+            )
         for name, value in summary.metrics.items():
             if name.startswith("test") and not math.isfinite(value):
                 summary.notes.append(f"{name} is not a number ({value}).")

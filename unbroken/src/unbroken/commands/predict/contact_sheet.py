@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ TILE = 84
 CAPTION = 30
 MARGIN = 8
 LEGEND = 16
+LEGEND_WIDTH = 380
 MOST_SHOWN = 1000
 UNSURE_COLOUR = "#c05000"
 
@@ -30,7 +32,8 @@ def draw_contact_sheet(path: Path, inputs: Sequence[Tensor], rows: Sequence[Row]
     """
     across = min(20, max(3, math.ceil(math.sqrt(1.5 * len(inputs)))))
     down = math.ceil(len(inputs) / across)
-    width = MARGIN + across * (TILE + MARGIN)
+    # A few pictures are narrower than the legend.
+    width = max(LEGEND_WIDTH, MARGIN + across * (TILE + MARGIN))
     height = MARGIN + down * (TILE + CAPTION + MARGIN) + LEGEND
     sheet = Image.new("RGB", (width, height), "white")
     pen = ImageDraw.Draw(sheet)
@@ -71,20 +74,31 @@ def write_caption(pen: ImageDraw.ImageDraw, row: Row, left: int, top: int) -> No
         value = row[name]
         texts.append(f"{value:.0%}" if name == "probability" else format_cell(value))
     colour = UNSURE_COLOUR if row.get("note") else "black"
-    prediction = shortened("  ".join(texts), 11)
+    prediction = shortened("  ".join(texts), 14)
     pen.text((left, top + 1), prediction, fill=colour, font=font(14))
-    name = shortened(format_cell(Path(row["file"]).name), 15)
+    name = shortened(format_cell(Path(row["file"]).name), 10)
     pen.text((left, top + 17), name, fill="grey", font=font(10))
 
 
 @functools.cache
 def font(size: int) -> Any:
-    """Pillow's own font in a size in pixels."""
+    """A font in a size in pixels: that of matplotlib, which has the letters of most alphabets, or
+    Pillow's own, which has those of English.
+    """
+    # A report draws with matplotlib. Who predicts may not have it.
+    with contextlib.suppress(ImportError, OSError):
+        import matplotlib
+
+        file = Path(matplotlib.get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+        return ImageFont.truetype(str(file), size)
     return ImageFont.load_default(size)
 
 
-def shortened(text: str, most: int) -> str:
-    """The text, its middle left out where it has more than ``most`` characters."""
-    if len(text) <= most:
-        return text
-    return f"{text[: most // 2]}…{text[-(most // 2) + 1 :]}"
+def shortened(text: str, size: int) -> str:
+    """The text in a font of that size, its middle left out where it is wider than a tile."""
+    shown = text
+    kept = len(text)
+    while kept > 1 and font(size).getlength(shown) > TILE + MARGIN - 2:
+        kept -= 1
+        shown = f"{text[: kept // 2]}…{text[-(kept - kept // 2) :]}"
+    return shown

@@ -5,27 +5,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from PIL import Image
 from unbroken.errors import UserError, require
+from unbroken.pictures import image_endings
 from unbroken.tables import printable
-
-# The formats of Pillow that are read. Its reader of EPS is not among them: it would start
-# Ghostscript, a whole programming language, on a stranger's file.
-FORMATS = (
-    "PNG",
-    "JPEG",
-    "GIF",
-    "BMP",
-    "DIB",
-    "TIFF",
-    "WEBP",
-    "PPM",
-    "AVIF",
-    "JPEG2000",
-    "ICO",
-    "TGA",
-    "PCX",
-)
 
 
 def find_files(arguments: Iterable[str], only_images: bool = False) -> tuple[list[Path], list[str]]:
@@ -35,7 +17,8 @@ def find_files(arguments: Iterable[str], only_images: bool = False) -> tuple[lis
     that cannot be read. With ``only_images``, files of a folder need an image's ending.
 
     Returns:
-        The files, each once, and the folders that hold none, in words for the user.
+        The files, each once, and the folders that hold none or are left out, in words for the
+        user.
 
     Raises:
         UserError: where a pattern matches nothing, or there is no file at all.
@@ -50,15 +33,10 @@ def find_files(arguments: Iterable[str], only_images: bool = False) -> tuple[lis
             found += files
             if not files:
                 empty.append(describe_empty(path, endings))
+            empty += linked_folders_below(path)
     if not found:
         raise UserError(f"IMAGE {empty[0]}. Check the folder, or name the files.")
     return list(dict.fromkeys(found)), empty
-
-
-def image_endings() -> set[str]:
-    """The endings of the files that can be read as images, such as ``.png``."""
-    endings = Image.registered_extensions()
-    return {ending for ending, name in endings.items() if name in FORMATS}
 
 
 def expand(argument: str) -> list[Path]:
@@ -90,6 +68,16 @@ def files_below(folder: Path, endings: set[str]) -> list[Path]:
     if not endings:
         return files
     return [file for file in files if file.suffix.lower() in endings]
+
+
+def linked_folders_below(folder: Path) -> list[str]:
+    """What is said of the links to folders in a folder: a link may lead round in a circle."""
+    told = []
+    for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_symlink() and path.is_dir() and not is_hidden:
+            told.append(f"{printable(str(path))} is a link to a folder: name it, or {path}/*")
+    return told
 
 
 def describe_empty(folder: Path, endings: set[str]) -> str:

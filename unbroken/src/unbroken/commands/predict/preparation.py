@@ -6,12 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from PIL import Image
 from unbroken import contract
 from unbroken.cli.read_checkpoint import Loaded
-from unbroken.commands.predict.images import read_image
 from unbroken.errors import UserError
+from unbroken.pictures import read_picture, read_pixels
 
 
 class Preparation(NamedTuple):
@@ -59,7 +57,7 @@ def image_preparation(data: contract.PreparesImages) -> Callable[[Path], tuple[A
     """
 
     def prepare(path: Path) -> tuple[Any, str]:
-        prepared = data.prepare_image(read_image(path))
+        prepared = data.prepare_image(read_pixels(path))
         return prepared if isinstance(prepared, tuple) else (prepared, "")
 
     return prepare
@@ -70,7 +68,6 @@ def middle_preparation(shape: tuple[int, int, int]) -> Callable[[Path], tuple[An
     from unbroken.data.images import fit_image
 
     def prepare(path: Path) -> tuple[Any, str]:
-        pixels = np.round(read_image(path) * 255).astype(np.uint8)
-        return fit_image(Image.fromarray(pixels), shape), ""
+        return fit_image(read_picture(path), shape), ""
 
     return prepare

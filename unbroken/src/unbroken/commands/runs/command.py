@@ -2,6 +2,7 @@
 
 python -m NAME.runs
 python -m NAME.runs --sort val/accuracy
+python -m NAME.runs --compare mine other            # side by side
 python -m NAME.runs --settings                      # every column, however wide
 python -m NAME.runs --root s3://bucket/runs         # those of a mirror
 python -m NAME.runs --seeds --output seeds.csv      # mean and standard deviation over seeds
@@ -19,10 +20,12 @@ from pathlib import Path
 from unbroken.cli.parser import CommandParser, add_output
 from unbroken.commands.runs.listing import (
     by_module,
+    cut,
     differing,
     fitted,
     full_name,
     shown_settings,
+    side_by_side,
     sort_rows,
 )
 from unbroken.commands.runs.saved_run import SavedRun, find_runs
@@ -47,6 +50,8 @@ def main(package: str, argv: list[str]) -> int:
     )
     if names:
         runs = [each for each in runs if each.name in names]
+    if args.compare:
+        return compare(runs, args)
     rows = rows_of(runs, args)
     if args.sort:
         known = columns_of(rows)
@@ -65,6 +70,19 @@ def main(package: str, argv: list[str]) -> int:
     return 0
 
 
+def compare(runs: list[SavedRun], args: argparse.Namespace) -> int:
+    """Print the named runs side by side: by what they differ, and what came out."""
+    by_name = {each.name: each for each in runs}
+    for name in args.compare:
+        hint = nearest(name, by_name)
+        require(name in by_name, "--compare", "name runs", name, hint)
+    rows = side_by_side([by_name[name] for name in dict.fromkeys(args.compare)])
+    print(format_table([{name: cut(name, row[name]) for name in row} for row in rows]))
+    if args.output:
+        write_rows(args.output, rows)
+    return 0
+
+
 def parse(package: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of the command line, and those that are left for fit."""
     parser = CommandParser(package, "runs", __doc__)
@@ -77,6 +95,7 @@ def parse(package: str, argv: list[str]) -> tuple[argparse.Namespace, list[str]]
     parser.add_argument(
         "--sort", metavar="COLUMN", help="sort by a column, such as val/accuracy or fit_seconds"
     )
+    parser.add_argument("--compare", nargs="+", metavar="NAME", help="show these runs side by side")
     parser.add_argument(
         "--settings", action="store_true", help="show every column, not only those that fit"
     )
@@ -124,7 +143,11 @@ def print_tables(runs: list[SavedRun], args: argparse.Namespace) -> None:
         rows = rows_of(group, args)
         if args.sort:
             rows = sort_rows(rows, args.sort)
-        shown = rows if args.settings else fitted(rows, width)
+        # By these columns the runs are judged, and were sorted.
+        first = columns_of([run.results for run in group])[:1]
+        if args.sort:
+            first.append(args.sort)
+        shown = rows if args.settings else fitted(rows, width, first)
         hidden += len(columns_of(rows)) - len(columns_of(shown))
         print(format_table(shown))
     if hidden:

@@ -9,6 +9,7 @@ from unbroken.tables import Row, columns_of, format_table, is_number, printable
 # Characters of a text in the terminal; the name of a run is always whole.
 LONGEST_TEXT = 24
 WHOLE = ("name", "runs")
+SEED = "seed_everything"
 
 
 def by_module(runs: Sequence[SavedRun]) -> dict[str, list[SavedRun]]:
@@ -20,7 +21,10 @@ def by_module(runs: Sequence[SavedRun]) -> dict[str, list[SavedRun]]:
 
 
 def differing(runs: Sequence[SavedRun]) -> list[str]:
-    """Names of the settings that are not the same in all runs."""
+    """Names of the settings that are not the same in all runs.
+
+    What was typed for a run comes first: the rest may follow from it. The seed comes last.
+    """
     found = []
     for name in columns_of([run.settings for run in runs]):
         values = [run.settings.get(name) for run in runs]
@@ -29,7 +33,13 @@ def differing(runs: Sequence[SavedRun]) -> list[str]:
             values = [value for value in values if value is not None]
         if any(value != values[0] for value in values):
             found.append(name)
-    return found
+    typed = {option for run in runs for option in run.typed}
+
+    def place(name: str) -> tuple[bool, bool]:
+        was_typed = name in typed or name.removeprefix("trainer.") in typed
+        return (name == SEED, not was_typed)
+
+    return sorted(found, key=place)
 
 
 def shown_settings(runs: Sequence[SavedRun], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -69,8 +79,11 @@ def sort_rows(rows: Sequence[Row], column: str) -> list[Row]:
     return sorted(rows, key=key)
 
 
-def fitted(rows: Sequence[Row], width: int) -> list[Row]:
-    """Rows with the first columns that fit into ``width`` characters; at least with the first.
+def fitted(rows: Sequence[Row], width: int, first: Sequence[str]) -> list[Row]:
+    """Rows with the columns that fit into ``width`` characters; at least with the first column.
+
+    They stay in their order. Where not all fit, the last ones are left out, but not those of
+    ``first``: they are left out after all others.
 
     Long texts are cut, dates have no year, settings no section, and columns without a value are
     left out.
@@ -81,8 +94,17 @@ def fitted(rows: Sequence[Row], width: int) -> list[Row]:
         shown = only(rows, names, columns)
         if len(format_table(shown).splitlines()[1]) <= width:
             return shown
-        names.pop()
+        others = [name for name in names[1:] if name not in first]
+        names.remove(others[-1] if others else names[-1])
     return only(rows, names, columns)
+
+
+def side_by_side(runs: Sequence[SavedRun]) -> list[Row]:
+    """A row for each setting by which runs differ, then for each result; a column for each run."""
+    settings = shown_settings(runs, differing(runs))
+    rows = [run.row(shown) for run, shown in zip(runs, settings, strict=True)]
+    names = [name for name in columns_of(rows) if name != "name"]
+    return [{"": name, **{row["name"]: row.get(name) for row in rows}} for name in names]
 
 
 def full_name(name: str, known: Sequence[str]) -> str:

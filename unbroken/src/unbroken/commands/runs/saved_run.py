@@ -12,6 +12,20 @@ from unbroken.tables import Row, flat, is_number, load_yaml
 
 # Settings that do not tell configurations apart: where a run lies
 PLACES = ("run_name", "ckpt_path", "config", "trainer.default_root_dir")
+# What a run tells, and where to: no number of a run depends on these.
+TOLD = (
+    "trainer.logger",
+    "trainer.log_every_n_steps",
+    "trainer.profiler",
+    "trainer.enable_progress_bar",
+    "trainer.enable_model_summary",
+    "trainer.enable_autolog_hparams",
+    "trainer.model_registry",
+    "tensorboard",
+    "report",
+    "monitors",
+    "checkpoint_every",
+)
 # Where the data lie tells them apart, too, unless a setting says what the data are.
 DATA_ROOT = "data.root"
 DATA_SOURCE = "data.source"
@@ -36,9 +50,11 @@ class SavedRun:
     Attributes:
         name: That of its folder.
         module: The name of the class of its module.
-        settings: Its configuration, flat, without where the run lies. Classes have their whole
-            import path. ``data_source``, where the summary tells it, is what the data were.
+        settings: Its configuration, flat, without where the run lies and what it tells. Classes
+            have their whole import path. ``data_source``, where the summary tells it, is what the
+            data were.
         classes: The names of those settings that are classes.
+        typed: The options of the command that has begun the run, without their dashes.
         summary: What ``summary.json`` holds.
         results: The metric that the run followed, at its best, and those of the test. The first
             two are what the run is judged by.
@@ -51,6 +67,7 @@ class SavedRun:
         self.name = folder.name
         self.summary = mapping_in(folder / "summary.json")
         config = flat(mapping_in(folder / "config.yaml"))
+        self.typed = options_in(folder / "config.yaml")
         self.settings = settings_of(config)
         if FOUND_SOURCE in self.summary:
             self.settings[FOUND_SOURCE] = self.summary[FOUND_SOURCE]
@@ -82,24 +99,50 @@ class SavedRun:
         """The run as a line of the list, with these settings as they are shown."""
         files = [self.folder / name for name in FILES]
         written = max(file.stat().st_mtime for file in files if file.exists())
-        row: dict[str, Any] = {
-            "name": self.name,
-            "date": time.strftime("%Y-%m-%d %H:%M", time.localtime(written)),
-            "state": self.state,
-        }
-        # A terminal may have room for the first columns alone.
-        results = list(self.results.items())
-        row |= results[:1]
+        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
+        row: dict[str, Any] = {"name": self.name}
         row |= settings
-        row |= results[1:]
+        row |= self.results
         row |= {name: self.summary.get(name) for name in ("epochs", "fit_seconds")}
+        row |= {"state": self.state, "date": date}
         return row
 
 
 def find_runs(root: Path) -> list[SavedRun]:
     """The runs in a folder, by name; a link to one, such as ``latest``, is none of its own."""
     folders = sorted(path for path in root.glob("*") if path.is_dir() and not path.is_symlink())
-    return [SavedRun(folder) for folder in folders if is_run(folder)]
+    runs = [SavedRun(folder) for folder in folders if is_run(folder)]
+    name_classes_alike(runs)
+    return runs
+
+
+def name_classes_alike(runs: list[SavedRun]) -> None:
+    """Give a class one name in all runs, its shortest one: a package often offers what its files
+    define, such as ``mine.Net`` for ``mine.networks.Net``.
+    """
+    paths = {str(run.settings[name]) for run in runs for name in run.classes & run.settings.keys()}
+    for run in runs:
+        for name in run.classes & run.settings.keys():
+            path = str(run.settings[name])
+            run.settings[name] = min((each for each in paths if offers(each, path)), key=len)
+
+
+def offers(path: str, other: str) -> bool:
+    """Whether one class path is another's, or that of a package around it with the same name."""
+    module, _, kind = path.rpartition(".")
+    return other == path or (other.startswith(f"{module}.") and last_name(other) == kind)
+
+
+def options_in(path: Path) -> set[str]:
+    """The options in the command that a ``config.yaml`` begins with, without their dashes."""
+    if not is_readable(path):
+        return set()
+    with open(path, encoding="utf-8", errors="replace") as file:
+        line = file.readline()
+    if not line.startswith("# "):
+        return set()
+    words = [word.partition("=")[0] for word in line.split() if word.startswith("--")]
+    return {word.removeprefix("--").removesuffix(CLASS_PATH) for word in words}
 
 
 def is_run(folder: Path) -> bool:
@@ -111,10 +154,13 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any]:
     """What tells a flat configuration from others, with ``model`` in place of
     ``model.class_path``.
     """
-    left_out = [*PLACES, DATA_ROOT] if DATA_SOURCE in config else PLACES
+    left_out = [*PLACES, *TOLD]
+    if DATA_SOURCE in config:
+        left_out.append(DATA_ROOT)
     settings = {}
     for name, value in config.items():
-        if name not in left_out:
+        # A logger may be a class with settings of its own.
+        if not any(name == each or name.startswith(f"{each}.") for each in left_out):
             settings[name.removesuffix(CLASS_PATH)] = value
     return settings
 

@@ -8,12 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from unbroken.commands.runs.listing import differing, shown_settings
+from unbroken.commands.runs.listing import SEED, differing, shown_settings
 from unbroken.commands.runs.saved_run import SavedRun
 from unbroken.errors import UserError
 from unbroken.tables import Row, columns_of, is_number
-
-SEED = "seed_everything"
 
 
 def train_seeds(
@@ -90,16 +88,17 @@ def seed_rows(runs: Sequence[SavedRun]) -> list[Row]:
     for settings, group in by_configuration(runs):
         finished = [run for run in group if run.state == "finished"]
         names = " ".join(run.name for run in group)
-        row: dict[str, Any] = {"runs": names, "finished": len(finished)}
+        averaged = newest_of_each_seed(finished)
+        # A run that was repeated with its seed is one of the finished, and no further seed.
+        row: dict[str, Any] = {"runs": names, **settings}
         results: list[Row] = [
-            {**run.results, "fit_seconds": run.summary.get("fit_seconds")}
-            for run in newest_of_each_seed(finished)
+            {**run.results, "fit_seconds": run.summary.get("fit_seconds")} for run in averaged
         ]
         for metric in columns_of(results):
             values = [found[metric] for found in results if is_number(found.get(metric))]
             if values:
                 row[metric] = statistics.fmean(values)
                 row[f"{metric} std"] = statistics.stdev(values) if len(values) > 1 else None
-        row |= settings
+        row |= {"seeds": len(averaged), "finished": len(finished)}
         rows.append(row)
     return rows

@@ -23,6 +23,7 @@ from typing import Any
 import filelock
 from unbroken.cli.parser import CommandParser, add_output
 from unbroken.cli.program import folder_of
+from unbroken.cli.start import quick_imports
 from unbroken.errors import UserError, require
 from unbroken.storage.files import write_atomically
 from unbroken.tables import format_table, write_rows
@@ -49,6 +50,16 @@ SET_FOR_EVERY_TRIAL = {
     "--monitor": METRIC,
     "--mode": METRIC,
 }
+# What keeps a trial short. What has won is trained without it.
+LIMITS = (
+    "max_epochs",
+    "max_steps",
+    "max_time",
+    "limit_train_batches",
+    "limit_val_batches",
+    "limit_test_batches",
+    "overfit_batches",
+)
 
 
 def main(package: str, argv: list[str]) -> int:
@@ -58,6 +69,7 @@ def main(package: str, argv: list[str]) -> int:
     space = read_space(space_file)
     folder = args.root / args.name
     is_new = not folder.exists()
+    refuse_what_fit_refuses(package, space, fit_arguments)
     fit_arguments, lock = claim(folder, space_file, fit_arguments)
     try:
         study = open_study(folder, space, args.trials, args.seed)
@@ -80,7 +92,7 @@ def main(package: str, argv: list[str]) -> int:
     if args.output:
         write_rows(args.output, rows)
     print("\n" + format_table(rows))
-    say_what_is_best(package, study, folder, fit_arguments)
+    say_what_is_best(package, study, folder, space, fit_arguments)
     return 0
 
 
@@ -199,11 +211,44 @@ def say_what_is_searched(study: optuna.Study, space: Space, args: Namespace) -> 
         print(f"going on with {args.name}: {begun}.", flush=True)
 
 
+def refuse_what_fit_refuses(package: str, space: Space, fit_arguments: Sequence[str]) -> None:
+    """A UserError for arguments with which no trial can start, before the first one does.
+
+    Where the sweep file chooses a class, such as ``model.network``, the options of that class are
+    known in a trial alone.
+    """
+    typed = [word.removeprefix("--") for word in fit_arguments]
+    for name in space.parameters:
+        if any(word.startswith(f"{name}.") for word in [*typed, *space.parameters]):
+            return
+    with quick_imports():
+        from unbroken.cli.cli import configure
+        from unbroken.commands.program_of import program_of
+    drawn = [f"--{name}={as_typed(value)}" for name, value in space.first_setting().items()]
+    configure(program_of(package), "fit", [*fit_arguments, *drawn])
+
+
+def without_limits(fit_arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments of the trials without those that keep a trial short, and these."""
+    kept: list[str] = []
+    left_out: list[str] = []
+    part = kept
+    for word in fit_arguments:
+        if word.startswith("--"):
+            name = word.removeprefix("--").partition("=")[0].removeprefix("trainer.")
+            part = left_out if name in LIMITS else kept
+        # A value follows its option.
+        part.append(word)
+    return kept, left_out
+
+
 def say_what_is_best(
-    package: str, study: optuna.Study, folder: Path, fit_arguments: Sequence[str]
+    package: str, study: optuna.Study, folder: Path, space: Space, fit_arguments: Sequence[str]
 ) -> None:
     """The commands that test the best trial and train one like it; a UserError where none
     finished.
+
+    What is trained follows the metric by which it has won, and is as long as a run without a limit.
     """
     if not any(trial.state.name == "COMPLETE" for trial in study.trials):
         raise UserError(f"no trial finished; see {folder}/*.log.")
@@ -214,4 +259,8 @@ def say_what_is_best(
     chosen = shlex.quote(f"{folder}/{TRIAL.format(best.number)}/best.ckpt")
     print(f"\npicture: {folder}/sweep.png")
     print(f"best:    python -m {package}.test --ckpt_path {chosen}\n")
-    print(shlex.join(["python", "-m", f"{package}.fit", *fit_arguments, *flags]))
+    kept, left_out = without_limits(fit_arguments)
+    if left_out:
+        print(f"to train it without the trials' limits ({shlex.join(left_out)}):")
+    flags += ["--monitor", space.metric, "--mode", space.goal[:3]]
+    print(shlex.join(["python", "-m", f"{package}.fit", *kept, *flags]))

@@ -68,6 +68,16 @@ class Space:
             return None
         return max(finite) if self.goal == "maximize" else min(finite)
 
+    def first_setting(self) -> dict[str, Any]:
+        """A setting of the space, with the first value of each parameter."""
+        setting = {}
+        for name, drawn_from in self.parameters.items():
+            if isinstance(drawn_from, CategoricalDistribution):
+                setting[name] = drawn_from.choices[0]
+            else:
+                setting[name] = cast(FloatDistribution | IntDistribution, drawn_from).low
+        return setting
+
     def grid_size(self) -> int:
         """How many settings a grid has."""
         return math.prod(len(values) for values in self._grid_values())

@@ -44,19 +44,36 @@ def smallest_near_best(rows: Sequence[Measured]) -> Measured:
 def size_to_use(measured: Sequence[Measured], present: int) -> Measured | None:
     """The smallest nearly fastest of the sizes that leave LEAST_STEPS, if it gains anything.
 
-    Where it gains nothing over the configured size, that one stays.
+    Where it gains nothing over the configured size, or no more than the measurements vary, that
+    one stays.
     """
-    now = None
-    for row in measured:
-        if row.batch_size == present:
-            now = row
+    now = measured_at(present, measured)
     allowed = [row for row in measured if leaves_enough_steps(row)]
     if not allowed:
         return now
     found = smallest_near_best(allowed)
-    if now is None or found.samples_per_sec > (1 + WORTH) * now.samples_per_sec:
+    if now is None:
         return found
-    return now
+    is_worth = gain_pct(found, now) > 100 * WORTH
+    return found if is_worth and is_clear(found, now) else now
+
+
+def measured_at(size: int, measured: Sequence[Measured]) -> Measured | None:
+    """What was measured at a size; None where it was not."""
+    for row in measured:
+        if row.batch_size == size:
+            return row
+    return None
+
+
+def gain_pct(row: Measured, now: Measured) -> float:
+    """How much faster a size is than another, in percent."""
+    return 100 * (row.samples_per_sec / now.samples_per_sec - 1)
+
+
+def is_clear(row: Measured, now: Measured) -> bool:
+    """Whether a size is faster by more than the speeds of both vary."""
+    return gain_pct(row, now) > max(row.spread_pct, now.spread_pct)
 
 
 def leaves_enough_steps(row: Measured) -> bool:
@@ -77,6 +94,11 @@ def advice_lines(
         lines = [f"largest batch that fits: {largest:,} ({largest + 1:,} does not)"]
     else:
         lines = [f"largest batch tried: {largest:,}, and it fits ({limited_by})"]
+    now = measured_at(present, measured)
+    if now is None:
+        lines.append(f"now: {present:,}, which was not measured")
+    else:
+        lines.append(f"now: {present:,} at {now.samples_per_sec:,.0f} samples/s")
     lines.append(f"best throughput: {best.batch_size:,} at {best.samples_per_sec:,.0f} samples/s")
     if enough is not best:
         gain = 100 * (best.samples_per_sec / enough.samples_per_sec - 1)
@@ -90,7 +112,15 @@ def advice_lines(
     if use is None:
         return [*lines, f"No size{limit} fits."]
     size = use.batch_size
-    if size == present:
+    if use is now:
+        if gain_pct(best, use) > 100 * WORTH and not is_clear(best, use):
+            spread = max(best.spread_pct, use.spread_pct)
+            seems = f"{best.batch_size:,} seems {gain_pct(best, use):.0f} % faster"
+            lines.append(
+                f"{seems}, but the measurements vary by {spread:.0f} %."
+                " Measure again on an idle machine."
+            )
+            return [*lines, f"Keep --data.batch_size {size}."]
         keep = f"Keep --data.batch_size {size}: no size{limit} is {100 * WORTH:.0f} % faster."
         return [*lines, keep]
     return [

@@ -142,7 +142,7 @@ def tune_batch_size(
     search.check()
     measured = search.measured()
     advice = advise(measured, present)
-    rows = rows_of(measured, advice)
+    rows = rows_of(measured, advice, present)
     print(format_table(rows))
     lr_words = ["python", "-m", f"{config.program.package}.tune", "lr"]
     lr_words += [*options.fit_flags, "--data.batch_size"]
@@ -192,11 +192,13 @@ def warnings_of(search: Search, load: float | None) -> list[str]:
     return lines
 
 
-def rows_of(measured: list[Measured], advice: Advice) -> list[Row]:
+def rows_of(measured: list[Measured], advice: Advice, present: int) -> list[Row]:
     """A row per size; what is not known is left out."""
     rows: list[Row] = []
     for size in measured:
         notes = []
+        if size.batch_size == present:
+            notes.append("now")
         if size is advice.best:
             notes.append("best throughput")
         if size is advice.enough:

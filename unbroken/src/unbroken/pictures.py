@@ -1,22 +1,64 @@
-"""Reads an image file of any format, size and colours."""
+"""The one way in which a picture of any format, size and colours is read: for training, for a test
+and for a prediction. A network that is trained on pictures read in one way is wrong on pictures
+read in another.
 
+``predict`` reads this file before torch is imported, so it imports nothing that takes long.
+"""
+
+import functools
 import math
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
-from unbroken.commands.predict.files import FORMATS
 from unbroken.errors import BadImage
+
+# The formats of Pillow that are read. Its reader of EPS is not among them: it would start
+# Ghostscript, a whole programming language, on a stranger's file.
+FORMATS = (
+    "PNG",
+    "JPEG",
+    "GIF",
+    "BMP",
+    "DIB",
+    "TIFF",
+    "WEBP",
+    "PPM",
+    "AVIF",
+    "JPEG2000",
+    "ICO",
+    "TGA",
+    "PCX",
+)
 
 # Longer sides are reduced to this many pixels. A fiftieth of it still has 40 pixels, and
 # 12 megapixels as floats would take 150 MB.
 LONGEST_SIDE = 2048
+# The number of the tag that says how a camera was held
+ORIENTATION = 0x0112
 
 
-def read_image(path: Path) -> np.ndarray:
-    """Pixels of an image file as float32 (height, width, 3) in 0-1, upright by EXIF.
+@functools.cache
+def image_endings() -> set[str]:
+    """The endings of the files that can be read as pictures, such as ``.png``."""
+    endings = Image.registered_extensions()
+    return {ending for ending, name in endings.items() if name in FORMATS}
 
-    Of an animation it is the first frame. A side longer than ``LONGEST_SIDE`` is reduced.
+
+def read_picture(path: str | Path) -> Image.Image:
+    """A picture file as an 8-bit RGB image of Pillow's: what :func:`read_pixels` gives, rounded.
+
+    Raises:
+        BadImage: where the file holds no image that can be read.
+    """
+    return to_image(read_pixels(path))
+
+
+def read_pixels(path: str | Path) -> np.ndarray:
+    """Pixels of a picture file as float32 (height, width, 3) in 0-1.
+
+    It is turned upright by EXIF, 16 bits are scaled, and what is transparent is blended. Of an
+    animation it is the first frame. A side longer than ``LONGEST_SIDE`` is reduced.
 
     Raises:
         BadImage: where the file holds no image that can be read.
@@ -30,7 +72,7 @@ def read_image(path: Path) -> np.ndarray:
                 raise Image.DecompressionBombError
             # A JPEG is then decoded at half its size or less.
             image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))
-            return to_pixels(ImageOps.exif_transpose(image))
+            return to_pixels(image)
     # Pillow's decoders raise whatever they meet: OSError, ValueError, SyntaxError and others.
     except Exception as error:
         raise BadImage(why_unreadable(error, most)) from None
@@ -48,8 +90,23 @@ def why_unreadable(error: Exception, most_pixels: float) -> str:
     return f"damaged: {reason}"
 
 
+def as_plain(image: Image.Image) -> Image.Image:
+    """A Pillow image of any mode as 8-bit grey or RGB, by the rules of :func:`read_pixels`."""
+    is_plain = image.mode in ("L", "RGB") and not image.has_transparency_data
+    is_upright = image.getexif().get(ORIENTATION, 1) == 1
+    if is_plain and is_upright and max(image.size) <= LONGEST_SIDE:
+        return image
+    return to_image(to_pixels(image))
+
+
+def to_image(pixels: np.ndarray) -> Image.Image:
+    """Pixels (height, width, 3) in 0-1 as an 8-bit RGB image."""
+    return Image.fromarray(np.round(pixels * 255).astype(np.uint8))
+
+
 def to_pixels(image: Image.Image) -> np.ndarray:
-    """A Pillow image of any mode as float32 (height, width, 3) in 0-1."""
+    """A Pillow image of any mode as float32 (height, width, 3) in 0-1, upright by EXIF."""
+    image = ImageOps.exif_transpose(image)
     factor = math.ceil(max(image.size) / LONGEST_SIDE)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         return deep_grey_to_pixels(image, factor)
