@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tests.situations
 import torch
 from tests.commands import checkpoint, differences, kill_group, start, start_ranks
 from tests.situations.situation import SITUATIONS, Situation
+
+import tests.situations
 
 for module in pkgutil.iter_modules(tests.situations.__path__):
     if module.name != "run":

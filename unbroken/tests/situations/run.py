@@ -19,7 +19,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import tests.situations
 import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
@@ -31,6 +30,8 @@ from unbroken.parts.generators import random_state
 from unbroken.parts.held import held_by_users
 from unbroken.parts.plain_values import copied
 from unbroken.parts.rows import MetricRows
+
+import tests.situations
 
 
 class Rows(Logger):

@@ -59,6 +59,7 @@ from unbroken.parts.loops import Place, clean_counters
 from unbroken.parts.module import PlainBuffers, Switches, give_plain_buffers
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import NOT_THE_USERS, users_callbacks
+from unbroken.parts.users_objects import UsersObjects
 from unbroken.run_folder import (
     ENDED,
     RunFolder,
