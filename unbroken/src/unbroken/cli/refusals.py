@@ -22,9 +22,13 @@ from unbroken.tensors.unsized import CANNOT_BE_AVERAGED, CANNOT_BE_SHARED
 OURS = __name__.split(".")[0]
 RESTORING = "lightning.pytorch.trainer.connectors.checkpoint_connector"
 LIGHTNING = ("lightning.",)
-STARTS_A_RUN = ("lightning", f"{OURS}.engine", f"{OURS}.run_record")
+STARTS_A_RUN = (
+    "lightning",
+    *(f"{OURS}.{room}" for room in ("checkpoint", "loading", "parts", "stopping", "storage")),
+    f"{OURS}.run.run_record",
+)
 # Callbacks of ours that keep a state
-OUR_CALLBACKS = (f"{OURS}.progress", f"{OURS}.wrong_numbers")
+OUR_CALLBACKS = (f"{OURS}.run.progress", f"{OURS}.run.wrong_numbers")
 RESTORES = (*STARTS_A_RUN, *OUR_CALLBACKS, "torch", "numpy", "random", "packaging")
 OPTIMIZERS = ("torch.optim",)
 COUNTERS = ("lightning.pytorch.loops.progress",)
@@ -125,8 +129,8 @@ TABLE = (
     Refusal(
         MISFIT,
         phase=Phase.STARTING,
-        passed_through=f"{OURS}.engine.resume",
-        raised_in=(f"{OURS}.model.supervised", f"{OURS}.model.running_sums"),
+        passed_through=f"{OURS}.checkpoint.resume",
+        raised_in=(f"{OURS}.tasks.supervised", f"{OURS}.tasks.running_sums"),
         needs_checkpoint=True,
     ),
     Refusal(
