@@ -83,5 +83,5 @@ def test_another_major_version_or_none_that_can_be_read_is_refused(before: str) 
         note_of_version({"versions": {"unbroken": before}}, "1.2.3")
 
 
-def test_a_checkpoint_that_names_no_version_is_resumed_as_before() -> None:
-    assert note_of_version({}, "1.2.3") is None
+def test_a_checkpoint_that_names_no_version_is_said_to_be_of_an_older_one() -> None:
+    assert "older than 0.2.0: the resume is not exact" in str(note_of_version({}, "1.2.3"))

@@ -17,7 +17,7 @@ NAME = "unbroken"
 
 
 def note_of_version(record: Mapping[str, Any], now: str = __version__) -> str | None:
-    """The line for the user; None where the version is the same, or the checkpoint names none.
+    """The line for the user; None where the version is the same.
 
     Args:
         record: What the checkpoint records of its run.
@@ -27,8 +27,14 @@ def note_of_version(record: Mapping[str, Any], now: str = __version__) -> str | 
         UserError: The major versions differ.
     """
     before = record.get("versions", {}).get(NAME)
-    if before is None or before == now:
+    if before == now:
         return None
+    if before is None:
+        # Versions 0.1 kept the attributes of objects under other names.
+        return (
+            "that checkpoint names no version of unbroken, so it is older than 0.2.0: the resume is"
+            " not exact where your objects keep a state of their own."
+        )
     numbers_before = numbers_of(str(before))
     numbers_now = numbers_of(now)
     saved = f"that checkpoint was saved by unbroken {before}, and this is {now}"
