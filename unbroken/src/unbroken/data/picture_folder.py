@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from torchvision.datasets import DatasetFolder  # type: ignore[import-untyped]
+from torchvision.datasets import DatasetFolder
 from unbroken.errors import BadImage, UserError
 from unbroken.pictures import image_endings
 from unbroken.pictures import read_picture as read_picture
@@ -27,7 +27,7 @@ def is_visible(path: str | Path) -> bool:
     return not Path(path).name.startswith(".")
 
 
-class PictureFolder(DatasetFolder):  # type: ignore[misc]
+class PictureFolder(DatasetFolder):
     """Samples are ``(picture, class number)``: pictures as :func:`read_picture` reads them.
 
     Args:
