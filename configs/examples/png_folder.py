@@ -8,7 +8,7 @@ from typing import Any
 
 from torchvision.datasets import FakeData
 from torchvision.transforms import RandomHorizontalFlip
-from unbroken.data import BatchedDataModule, PictureFolder, Split, class_folders
+from unbroken.data import BatchedDataModule, PictureFolder, Split, check_classes, class_folders
 from unbroken.errors import UserError
 
 
@@ -40,6 +40,9 @@ class PngFolder(BatchedDataModule):
             folder = Path(self.root) / part
             if not folder.is_dir():
                 raise UserError(f"--data.root must hold a folder {part}, got {self.root}.")
+            if (Path(self.root) / "test").is_dir():
+                # Before the training, not after it.
+                check_classes(Path(self.root) / "test", self.class_names)
             pictures = PictureFolder(folder, self.class_names, transform=flip)
         if split == "test":
             return pictures

@@ -36,6 +36,8 @@ from unbroken.data.images import collate_images, fit_image
 from unbroken.errors import BadImage, UserError
 from unbroken.pictures import read_pixels
 
+from configs.examples.png_folder import PngFolder
+
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
@@ -568,6 +570,9 @@ def test_classes_are_numbered_by_the_training_folder_alone(tmp_path: Path) -> No
     assert class_folders(tmp_path / "train") == ["common", "rare"]
     with pytest.raises(UserError, match=r"\(common, rare\), got rare\."):
         PictureFolder(tmp_path / "test", ["common", "rare"])
+    # The example says so before it trains.
+    with pytest.raises(UserError, match=r"/test must hold .* \(common, rare\), got rare\."):
+        PngFolder(str(tmp_path)).setup("fit")
     (tmp_path / "test" / "common").mkdir()
     samples = PictureFolder(tmp_path / "test", ["common", "rare"])
     assert [number for _, number in samples] == [1]

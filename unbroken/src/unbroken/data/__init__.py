@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from unbroken.data.images import BatchedDataModule as BatchedDataModule
     from unbroken.data.images import TensorImages as TensorImages
     from unbroken.data.picture_folder import PictureFolder as PictureFolder
+    from unbroken.data.picture_folder import check_classes as check_classes
     from unbroken.data.picture_folder import class_folders as class_folders
     from unbroken.pictures import read_picture as read_picture
 
@@ -37,6 +38,7 @@ OF_IMAGES = {
     "IdxSet": "idx_files",
     "PictureFolder": "picture_folder",
     "TensorImages": "images",
+    "check_classes": "picture_folder",
     "class_folders": "picture_folder",
     "find_figure": "drawn_figures",
     "find_idx": "idx_files",

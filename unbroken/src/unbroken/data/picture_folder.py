@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from PIL import Image
-from torchvision.datasets import DatasetFolder  # type: ignore[import-untyped]
+from torchvision.datasets import DatasetFolder
 from unbroken.errors import BadImage, UserError
 from unbroken.pictures import image_endings
 from unbroken.pictures import read_picture as read_picture
@@ -22,12 +22,23 @@ def class_folders(folder: str | Path) -> list[str]:
     return sorted(each.name for each in path.iterdir() if each.is_dir() and is_visible(each))
 
 
+def check_classes(folder: str | Path, classes: Sequence[str]) -> None:
+    """A UserError where a split's folder has other classes than the training's."""
+    found = class_folders(folder)
+    if sorted(found) != sorted(classes):
+        raise UserError(
+            f"{folder} must hold a folder for each class of the training"
+            f" ({', '.join(classes)}), got {', '.join(found) or 'none'}."
+            " A class without a picture there needs an empty folder."
+        )
+
+
 def is_visible(path: str | Path) -> bool:
     """Whether a file or folder is not hidden."""
     return not Path(path).name.startswith(".")
 
 
-class PictureFolder(DatasetFolder):  # type: ignore[misc]
+class PictureFolder(DatasetFolder):
     """Samples are ``(picture, class number)``: pictures as :func:`read_picture` reads them.
 
     Args:
@@ -57,13 +68,7 @@ class PictureFolder(DatasetFolder):  # type: ignore[misc]
 
     def find_classes(self, directory: str) -> tuple[list[str], dict[str, int]]:
         """The classes by their numbers. torchvision would number the folders that it finds."""
-        found = class_folders(directory)
-        if sorted(found) != sorted(self.numbered):
-            raise UserError(
-                f"{directory} must hold a folder for each class of the training"
-                f" ({', '.join(self.numbered)}), got {', '.join(found) or 'none'}."
-                " A class without a picture there needs an empty folder."
-            )
+        check_classes(directory, self.numbered)
         return self.numbered, {name: number for number, name in enumerate(self.numbered)}
 
 
