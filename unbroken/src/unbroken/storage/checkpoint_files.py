@@ -241,7 +241,7 @@ def save_to(checkpoint: dict[str, Any], path: Path) -> None:
         UserError: There is no memory for it.
     """
     with open(path, "wb", buffering=0) as file:
-        whole = WholeWrites(file)
+        whole: Any = WholeWrites(file)
         try:
             torch.save(checkpoint, whole)
         except (MemoryError, RuntimeError) as error:

@@ -55,7 +55,7 @@ class Staging:
             return self._copy_tensor(value)
         kind = type(value)
         if kind in MAPPINGS:
-            copied = kind()
+            copied: Any = kind()
             for key, item in value.items():
                 copied[key] = self._copy(item)
             # nn.Module keeps the versions of its parts as an attribute of a state dict.
