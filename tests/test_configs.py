@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import CONFIGS
 
 from project.fit import job
+from tests.small_sets import CONFIGS
 
 FEW = [
     *("--data.source", "sample", "--data.train_samples", "512", "--data.val_samples", "100"),

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import write_set
 from torch import Tensor
 from torchvision import datasets
 from torchvision.transforms import v2
@@ -18,6 +17,7 @@ from unbroken.data import IdxSet
 from unbroken.errors import UserError
 
 from project.data import MNISTDataModule
+from tests.small_sets import write_set
 
 
 class SmallSet(MNISTDataModule):

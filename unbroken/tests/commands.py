@@ -276,12 +276,17 @@ def made_once(
 
 def add_callbacks(patch: pytest.MonkeyPatch, *callbacks: Callback) -> None:
     """Let the runs of this process have these callbacks, behind all others."""
+    patch.setattr(Job, "build", build_with(*callbacks))
+
+
+def build_with(*callbacks: Callback) -> Any:
+    """A ``Job.build`` whose Trainers have these callbacks, behind all others."""
     build = Job.build
 
     def with_more(job: Job, config: Any, place: Any, extra: Any = ()) -> Any:
         return build(job, config, place, [*extra, *callbacks])
 
-    patch.setattr(Job, "build", with_more)
+    return with_more
 
 
 def finished_run() -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+from tests.own_environment import no_surprises
 
 # Two tests run at a time, each on one of two cores. torch reads the variable as it is imported, and
 # the runs that tests start inherit it.
@@ -24,20 +25,6 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 for module in ("commands", "promises"):
     pytest.register_assert_rewrite(f"tests.{module}")
 
-REPOSITORY = Path(__file__).parents[2]
-# Where the processes that tests start find these files, and the program that they run
-SEARCHED = [REPOSITORY / "unbroken" / "tests", REPOSITORY / "unbroken", REPOSITORY]
-# Variables that tell a process its place among others. A test must not inherit them.
-FOREIGN = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "PL_GLOBAL_SEED",
-    "UNBROKEN_RANK_ZERO_DECISION",
-    "UNBROKEN_RANK_ZERO_PID",
-)
 # Long files are begun first, so that at the end no process waits long for another.
 LONG = {
     f"test_{name}.py"
@@ -145,19 +132,6 @@ def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Processes that later tests start would inherit an ignored signal.
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-def no_surprises(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give a test an environment that neither the caller nor an earlier test has changed."""
-    for name in FOREIGN:
-        # It is set first, so that monkeypatch also removes what the test itself leaves behind.
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    # To import W&B is most of a short run's time. test_wandb.py has it offline.
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    for folder in reversed(SEARCHED):
-        monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -46,11 +45,13 @@ class Interrupt(Callback):
 
 def main() -> None:
     from numerals.fit import job as fit
+    from tests.commands import build_with
     from unbroken.cli import start as command
+    from unbroken.run import Job
 
     step, number = int(sys.argv[1]), signal.Signals[sys.argv[2]]
     del sys.argv[1:3]
-    fit.build = partial(fit.build, extra=[Interrupt(step, number)])  # type: ignore[assignment]
+    Job.build = build_with(Interrupt(step, number))  # type: ignore[method-assign]
     command.run(fit.main)
 
 

@@ -8,7 +8,6 @@ writes the precision and the number of threads that it trains with into ``rank-R
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,14 +24,16 @@ class WriteChoices(Callback):
 
 def main() -> None:
     from numerals.fit import job as fit
+    from tests.commands import build_with
     from unbroken.cli import start as command
     from unbroken.machine import hardware
+    from unbroken.run import Job
 
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     cost = float(os.environ["COSTS"].split(",")[rank])
     hardware.cpu_computes = lambda _: True
     hardware.cost_on_cpu = lambda _: cost
-    fit.build = partial(fit.build, extra=[WriteChoices()])  # type: ignore[assignment]
+    Job.build = build_with(WriteChoices())  # type: ignore[method-assign]
     command.run(fit.main)
 
 

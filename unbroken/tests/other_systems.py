@@ -21,10 +21,10 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-import numerals
+import unbroken
 import yaml
 
-OURS = f"{Path(numerals.__file__).parent}{os.sep}"
+OURS = f"{Path(unbroken.__file__).parent}{os.sep}"
 # Frames of Python's own library pass a call on: Path.symlink_to calls os.symlink.
 LIBRARY = (sysconfig.get_path("stdlib"), "<frozen", __file__)
 # Some installations keep other people's packages inside the folder of Python's library.

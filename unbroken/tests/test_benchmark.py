@@ -370,9 +370,7 @@ def test_every_run_has_new_weights_and_unused_copies_of_the_users_callbacks(
 
 
 def test_an_epoch_is_timed_whatever_limits_were_typed() -> None:
-    config = configure(
-        [*SMALL, "--data.batch_size", "128", "--max_steps", "1"], "numerals.benchmark"
-    )
+    config = configure(fit, "benchmark", [*SMALL, "--data.batch_size", "128", "--max_steps", "1"])
     run = run_epochs(config, 2, bare=True)
     assert [epoch.epoch_s >= epoch.train_s > 0 for epoch in run.epochs] == [True, True]
     assert (run.batches, run.train_samples) == (2, 256)
@@ -493,7 +491,7 @@ def test_a_file_and_typed_flags_say_what_is_measured_and_how_often(
 def test_bad_input_is_one_line(
     argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_code(main, argv) == 2
+    assert exit_code(partial(main, "numerals"), argv) == 2
     error = capsys.readouterr().err.strip()
     assert said in error
     assert len(error.splitlines()) == 1

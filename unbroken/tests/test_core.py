@@ -71,7 +71,10 @@ EXTRA_PACKAGES = {
 }
 # Rooms and files of the library that need an extra
 WITH_EXTRAS = {"cli", "commands", "report", "run", "start", "trust"}
-FILES_WITH_EXTRAS = {"data.images", "loggers.chosen"}
+FILES_WITH_EXTRAS = {
+    *("data.augmentation", "data.drawn_figures", "data.idx_files", "data.images"),
+    *("data.picture_folder", "pictures", "loggers.chosen"),
+}
 IMPORT_THE_CORE = """
 import importlib
 from pathlib import Path

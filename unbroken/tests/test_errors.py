@@ -201,7 +201,8 @@ def test_weights_that_the_network_lacks_are_told_in_one_line(
     whole = checkpoint(finished / "best.ckpt")
     whole["state_dict"]["network.gone"] = torch.zeros(2)
     torch.save(whole, "more.ckpt")
-    assert "network.gone" in error_of(capsys, "--ckpt_path", "more.ckpt", main=main)
+    words = ["--ckpt_path", "more.ckpt", "--trust_checkpoint", "true"]
+    assert "network.gone" in error_of(capsys, *words, main=main)
 
 
 @pytest.mark.parametrize("main", [fit.main, partial(test_command.main, "numerals")])
@@ -233,7 +234,12 @@ def test_loops_that_a_test_cannot_restore_are_told_in_one_line(
 ) -> None:
     torch.save(checkpoint(finished / "best.ckpt") | {"loops": loops}, "changed.ckpt")
     told = error_of(
-        capsys, "--ckpt_path", "changed.ckpt", main=partial(test_command.main, "numerals")
+        capsys,
+        "--ckpt_path",
+        "changed.ckpt",
+        "--trust_checkpoint",
+        "true",
+        main=partial(test_command.main, "numerals"),
     )
     assert "--ckpt_path changed.ckpt cannot be tested: it holds something else" in told
 

@@ -725,7 +725,7 @@ def test_a_folder_whose_name_is_not_utf8_is_refused_before_anything_is_made(
 def test_packages_that_are_allowed_are_told_to_whoever_loads_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def noted(path: Path, words: list[str]) -> Any:
+    def noted(program: Any, path: Path, words: list[str]) -> Any:
         raise UserError(" ".join(words))
 
     monkeypatch.setattr("unbroken.cli.read_checkpoint.load", noted)

@@ -20,6 +20,7 @@ from numerals.fit import job as fit
 from tests.commands import complete, summary
 from tests.trained import trained_checkpoint
 from torch import nn
+from unbroken.chosen import Chosen
 from unbroken.cli import start as entry
 from unbroken.cli.cli import Configuration
 from unbroken.cli.read_checkpoint import Loaded, load
@@ -103,6 +104,8 @@ class Made(LightningModule):
 
 def loaded_of(module: LightningModule) -> Loaded:
     config = Configuration(
+        program=fit,
+        chosen=Chosen(),
         module=module,
         datamodule=None,
         trainer={},

@@ -15,6 +15,7 @@ from typing import Any
 
 import numerals
 import pytest
+import unbroken
 from tests.commands import complete
 from tests.other_systems import VALUES
 from tests.promises import ROOT
@@ -44,6 +45,7 @@ COMMANDS["sweep"] = [["--name", "search", "--trials", "1", "--jobs", "2", *FIT]]
 COMMANDS["benchmark"] = [["memory", "--quick", "--batch_sizes", "32"]]
 COMMANDS["dashboard"] = [["--print"]]
 COMMANDS["rename"] = [["--help"]]
+COMMANDS["verify"] = [["--help"]]
 
 
 # What macOS lacks is a part of what Windows lacks, and no code of ours asks whether it is macOS.
@@ -135,7 +137,7 @@ def test_no_link_is_needed_and_none_is_left(system: str, place: Path) -> None:
 def test_every_text_file_names_its_encoding() -> None:
     """Windows writes text in the code page of its country, unless it is told to use UTF-8."""
     rule = ["--preview", "--select", "PLW1514", "--output-format", "concise"]
-    package = str(Path(numerals.__file__).parent)
+    package = str(Path(unbroken.__file__).parent)
     checked = complete([sys.executable, "-m", "ruff", "check", *rule, package])
     assert checked.returncode == 0, checked.stdout
 

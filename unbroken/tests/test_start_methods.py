@@ -17,7 +17,7 @@ from tests import made_data
 # This is what a user of Python 3.14, macOS or Windows has without asking for it.
 FIT = """
 import multiprocessing, sys
-from numerals import fit
+from numerals.fit import job as fit
 multiprocessing.set_start_method(sys.argv.pop(1), force=True)
 sys.exit(fit.main(sys.argv[1:]))
 """

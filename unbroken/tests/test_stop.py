@@ -43,7 +43,7 @@ IN_THE_TEST = """
 import os, signal, sys
 from functools import partial
 from lightning.pytorch import Callback
-from numerals import fit
+from numerals.fit import job as fit
 from unbroken.cli import start as command
 
 class Hit(Callback):
@@ -210,7 +210,7 @@ def test_ranks_agree_a_step_later_and_at_the_end_at_once(
     ending.best = Best("val/loss", score=1.0)
     stops: list[int] = []
     monkeypatch.setattr(ending, "_take", lambda trainer, place: None)
-    monkeypatch.setattr(ending, "_save_and_stop", lambda *_: stops.append(ending._request))
+    monkeypatch.setattr(ending, "_save_and_stop", lambda *_, **__: stops.append(ending._request))
     ending.agreement = agreement
     trainer: Any = SimpleNamespace(
         callback_metrics={"val/loss": 1.0}, current_epoch=1, limit_val_batches=1

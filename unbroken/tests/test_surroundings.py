@@ -355,7 +355,7 @@ def test_an_error_beside_a_loaders_workers_ends_the_process(workplace: Path) -> 
     ]
     environment = {
         **os.environ,
-        "PYTHONPATH": f"{Path(__file__).parents[2]}:.",
+        "PYTHONPATH": f"{Path(__file__).parent}:.",
         "WANDB_MODE": "disabled",
     }
     ended = complete(words, timeout=60, env=environment)

@@ -245,7 +245,7 @@ def test_a_value_reaches_fit_as_it_would_be_typed(
     (tmp_path / "s.yaml").write_text(text)
     space = read_space(tmp_path / "s.yaml")
     study = studies.open_study(tmp_path, space, trials=1, seed=0)
-    running = RunningTrial(studies.next_trial(study, space), space, tmp_path, [], {})
+    running = RunningTrial(studies.next_trial(study, space), space, tmp_path, ["numerals.fit"], {})
     typed = [word for word in running.process.command if re.match("--[a-e]=", word)]
     assert typed == ["--a=null", "--b=true", "--c=[1, 2]", "--d=1e-3", "--e=None"]
 
@@ -298,7 +298,7 @@ def test_a_sweep_needs_no_symbolic_links_and_no_signal_to_a_parent(
     monkeypatch.setattr(trials.sys, "platform", "win32")
     space = Space({"lr": FloatDistribution(0.0, 1.0)})
     study = studies.open_study(tmp_path, space, trials=1, seed=0)
-    RunningTrial(studies.next_trial(study, space), space, tmp_path, [], {})
+    RunningTrial(studies.next_trial(study, space), space, tmp_path, ["numerals.fit"], {})
     assert len(study.trials) == 1
     assert started[0]["preexec_fn"] is None
 
@@ -338,7 +338,8 @@ def trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningTrial:
         for epoch in (0, 1):
             good.report(0.1, epoch)
         study.tell(good, 0.1)
-    running = RunningTrial(study.ask(space.parameters), space, tmp_path, ["--max_epochs", "2"], {})
+    fit_words = ["numerals.fit", "--max_epochs", "2"]
+    running = RunningTrial(study.ask(space.parameters), space, tmp_path, fit_words, {})
     running.folder.mkdir()
     (running.folder / "config.yaml").write_text(
         yaml.safe_dump({"trainer": {"max_epochs": 2, "max_steps": -1}})
@@ -434,7 +435,9 @@ def test_the_first_trial_that_is_refused_ends_the_sweep(
     space = Space({"lr": FloatDistribution(0.0, 1.0)})
     study = studies.open_study(tmp_path, space, trials=2, seed=0)
     for _ in range(2):
-        running = RunningTrial(studies.next_trial(study, space), space, tmp_path, [], {})
+        running = RunningTrial(
+            studies.next_trial(study, space), space, tmp_path, ["numerals.fit"], {}
+        )
         running.log_path.write_text("error: unknown option --lrr.\n")
         running.process.exit_code = 2
         with pytest.raises(UserError, match="unknown option --lrr"):
@@ -564,7 +567,7 @@ def test_the_sweep_file_is_the_working_folders_else_the_repositorys(
         ):
             sweep.main("numerals", [])
     monkeypatch.setattr(sweep, "read_space", read)
-    with pytest.raises(UserError, match=f"^reads {ROOT}/configs/sweep.yaml$"):
+    with pytest.raises(UserError, match=f"^reads {Path(__file__).parent}/configs/sweep.yaml$"):
         sweep.main("numerals", [])
     (workplace / "configs").mkdir()
     (workplace / "configs" / "sweep.yaml").write_text(SPACE)

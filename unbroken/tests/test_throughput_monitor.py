@@ -731,7 +731,7 @@ def test_advice_says_what_was_measured():
     assert advice(gpu_utilization_pct=30.0).startswith(
         "10.0 ms a batch, 1 % of it waiting for data, the GPU idle 70 %"
     )
-    tune = " To find the fastest batch size: python -m numerals.tune batch_size."
+    tune = " The command tune batch_size finds the fastest batch size."
     assert advice(datamodule=SimpleNamespace(batch_size=64)).endswith(tune)
 
 

@@ -191,7 +191,7 @@ def test_wandb_changes_nothing_in_training_and_is_not_imported_when_disabled(
 # A run of fit in which nothing has imported W&B Launch, and then a run for which an input is staged
 LAUNCH = """
 import sys
-from numerals import fit
+from numerals.fit import job as fit
 
 assert fit.main([*sys.argv[1:], "--run_name", "first"]) == 0
 assert "wandb" in sys.modules

@@ -25,14 +25,14 @@ done
     "completed",
     [
         {
-            "python -m numerals.tes": "numerals.test",
-            "python -m numerals.rename --wi": "--without",
+            "python -m project.tes": "project.test",
+            "python -m project.rename --li": "--library",
             "python x --d": "",
         },
         pytest.param(  # each asks for help three times, and imports torch for it
             {
-                "python -m numerals.test --ckpt": "--ckpt_path",
-                "python -m numerals.fit --data.train": "--data.train_samples",
+                "python -m project.test --ckpt": "--ckpt_path",
+                "python -m project.fit --data.train": "--data.train_samples",
             },
             marks=pytest.mark.nightly,
         ),
@@ -42,7 +42,7 @@ def test_bash_completes_commands_and_their_options(completed: dict[str, str]) ->
     environment = {
         **os.environ,
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'unbroken' / 'tests'}",
     }
     told = subprocess.run(
         ["bash", "-c", TRY, "bash", *completed],

@@ -484,10 +484,6 @@ def test_the_notebook_runs_in_a_kernel_of_jupyter(tmp_path: Path) -> None:
             ["--config", "png_folder", "--data.root", "missing"],
             "--data.root must hold a folder train, got missing",
         ),
-        (
-            ["--config", "fashion_mnist", "--data.source", "sample"],
-            "must be auto or mnist",
-        ),
     ],
 )
 def test_a_newcomers_mistake_is_told_in_one_line(

@@ -11,8 +11,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
-
-from tests.conftest import REPOSITORY
+from tests.own_environment import REPOSITORY
 
 # and a result of each
 PARTS = {

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-import numerals
 import pytest
+import unbroken
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import Precision
@@ -20,10 +20,10 @@ from unbroken.errors import UserError
 
 from configs.examples.autoencoder import LitAutoEncoder, Waves
 
-PACKAGE = Path(numerals.__file__).parent
-CLONE = PACKAGE.parent
-INTERNALS = PACKAGE / "engine" / "lightning_internals.py"
-SEAMS = PACKAGE / "engine" / "seams.py"
+PACKAGE = Path(unbroken.__file__).parent
+CLONE = Path(__file__).parents[3]
+INTERNALS = PACKAGE / "lightning_internals.py"
+SEAMS = PACKAGE / "seams.py"
 FILES = sorted(PACKAGE.rglob("*.py"))
 # With an underscore, and documented: in os, and of named tuples
 PUBLIC = {"_exit", "_replace", "_asdict", "_fields"}

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from numerals.fit import job as fit
 from unbroken.cli.cli import configure
 from unbroken.tables import flat
+
+from project.fit import job as fit
 
 COMPARE = Path(__file__).parents[3] / "docs" / "peers" / "compare.py"
 SETTINGS = {
@@ -36,7 +37,7 @@ def compare() -> ModuleType:
 def test_this_template_trains_with_the_peers_settings(tmp_path: Path) -> None:
     options = argparse.Namespace(root=tmp_path, **SETTINGS)
     command = compare().template_command(options, tmp_path)
-    assert command[:3] == [sys.executable, "-m", "numerals.fit"]
+    assert command[:3] == [sys.executable, "-m", "project.fit"]
     config = configure(fit, "fit", command[3:])
     settings = flat(config.resolved)
     expected = {

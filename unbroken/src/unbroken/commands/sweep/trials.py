@@ -40,7 +40,7 @@ class RunningTrial:
         trial: Trial,
         space: Space,
         folder: Path,
-        fit_arguments: list[str],
+        fit: list[str],
         env: dict[str, str],
     ) -> None:
         self.trial = trial
@@ -51,12 +51,10 @@ class RunningTrial:
         # The epochs that Optuna knows. A trial that goes on has some.
         self.reported = set(trial.study.trials[trial.number].intermediate_values)
         self.pruned = False
-        self.process = self._start(folder, fit_arguments, env)
+        self.process = self._start(folder, fit, env)
 
-    def _start(
-        self, folder: Path, fit_arguments: list[str], env: dict[str, str]
-    ) -> subprocess.Popen[bytes]:
-        words = [sys.executable, "-m", fit_arguments[0], NO_TEST, *fit_arguments[1:]]
+    def _start(self, folder: Path, fit: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
+        words = [sys.executable, "-m", fit[0], NO_TEST, *fit[1:]]
         # This is how W&B writes ${args}.
         words += [f"--{name}={as_typed(value)}" for name, value in self.trial.params.items()]
         words += ["--monitor", self.space.metric, "--mode", self.space.goal[:3]]
@@ -209,7 +207,7 @@ def run_trials(
     study: optuna.Study,
     space: Space,
     folder: Path,
-    fit_arguments: list[str],
+    fit: list[str],
     trials: int,
     jobs: int,
 ) -> None:
@@ -224,7 +222,7 @@ def run_trials(
                     trial = next_trial(study, space)
                     wait_until_free(folder / TRIAL.format(trial.number))
                     environment = environment_of(slot, jobs, folder)
-                    running[slot] = RunningTrial(trial, space, folder, fit_arguments, environment)
+                    running[slot] = RunningTrial(trial, space, folder, fit, environment)
             if not running:
                 return
             time.sleep(POLL_SECONDS)
