@@ -19,16 +19,8 @@ class FashionMNIST(BatchedDataModule):
     mean = [0.2860]
     std = [0.3530]
     class_names = [
-        "T-shirt",
-        "Trouser",
-        "Pullover",
-        "Dress",
-        "Coat",
-        "Sandal",
-        "Shirt",
-        "Sneaker",
-        "Bag",
-        "Boot",
+        *("T-shirt", "Trouser", "Pullover", "Dress", "Coat"),
+        *("Sandal", "Shirt", "Sneaker", "Bag", "Boot"),
     ]
 
     def __init__(

@@ -223,7 +223,8 @@ def test_a_run_whose_algorithms_are_measured_at_every_start_says_so(
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     trainer: Any = SimpleNamespace(
         callbacks=[],
-        strategy=SimpleNamespace(root_device=torch.device(device)),
+        world_size=1,
+        strategy=SimpleNamespace(root_device=torch.device(device), model=None),
         reload_dataloaders_every_n_epochs=0,
     )
     line = (

@@ -560,8 +560,7 @@ def test_the_sweep_file_is_the_working_folders_else_the_repositorys(
         raise UserError(f"reads {path}")
 
     with monkeypatch.context() as patch:  # installed by pip: there is no repository
-        installed = workplace / "site-packages" / "project" / "sweep" / "__main__.py"
-        patch.setattr(sweep, "__file__", str(installed))
+        patch.setattr(sweep, "folder_of", lambda package: workplace / "site-packages" / package)
         with pytest.raises(
             UserError, match=r"--space: configs/sweep.yaml cannot be read: .* Name a file"
         ):

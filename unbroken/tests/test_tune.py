@@ -624,11 +624,11 @@ def test_tune_lr_suggests_a_rate_that_trains_and_touches_no_run(
     assert len(lines) <= 101
     assert sorted(os.listdir()) == ["curve.csv", "tune_lr.png"]
     # It replaces its own picture, and no other one of that name.
-    assert str(tune.read_options(["lr"]).plot) == "tune_lr.png"
+    assert str(tune.read_options("numerals", ["lr"]).plot) == "tune_lr.png"
     Path("tune_lr.png").write_bytes(b"x")
     with pytest.raises(UserError, match=r"tune_lr\.png was not written by this command"):
-        tune.read_options(["lr"])
-    assert str(tune.read_options(["lr", "--plot", "tune_lr.png"]).plot) == "tune_lr.png"
+        tune.read_options("numerals", ["lr"])
+    assert str(tune.read_options("numerals", ["lr", "--plot", "tune_lr.png"]).plot) == "tune_lr.png"
 
 
 def test_an_optimizer_without_a_learning_rate_is_told(

@@ -43,7 +43,7 @@ def test_this_template_trains_with_the_peers_settings(tmp_path: Path) -> None:
     expected = {
         "seed_everything": 5,
         "trainer.max_epochs": 3,
-        "model.network.class_path": "numerals.model.networks.MLP",
+        "model.network.class_path": "project.model.MLP",
         "model.optimizer": "Adam",
         "model.lr": 0.002,
         "model.schedule": "constant",

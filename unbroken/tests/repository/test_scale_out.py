@@ -20,7 +20,6 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from numerals.fit import job as fit
 from tests.commands import TORCHRUN, rows
 from tests.promises import ROOT
 from torch.distributed import TCPStore
@@ -29,6 +28,8 @@ from unbroken.cli.trainer_flags import build_trainer, trainer_flags
 from unbroken.mirror.store import PACKAGES
 from unbroken.stopping.ranks import meet, of_all_ranks
 from unbroken.storage.checkpoint_files import read
+
+from project.fit import job as fit
 
 ANY_TORCHRUN = [sys.executable, *TORCHRUN[:2]]
 TIMEOUT = 200
@@ -107,7 +108,7 @@ def assert_same(one: Path, other: Path) -> None:
 @pytest.fixture(scope="module")
 def undisturbed(place: Path) -> Path:
     """One machine, two processes, nobody interrupts."""
-    job = run([sys.executable, *TORCHRUN, "-m", "numerals.fit", *flags(place, "undisturbed")])
+    job = run([sys.executable, *TORCHRUN, "-m", "project.fit", *flags(place, "undisturbed")])
     told, _ = job.communicate(timeout=TIMEOUT)
     assert job.returncode == 0, told
     return only_run(place, "undisturbed")
@@ -120,7 +121,7 @@ def test_two_torchrun_nodes_inside_a_slurm_job_make_one_run_in_one_folder(
     job_id = str(10_000 + free_port())
     meeting = ["--nnodes", "2", "--nproc_per_node", "1"]
     meeting += ["--master_addr", "127.0.0.1", "--master_port", str(free_port())]
-    fit = ["-m", "numerals.fit", *flags(place, "nodes")]
+    fit = ["-m", "project.fit", *flags(place, "nodes")]
     nodes = []
     for rank in range(2):
         command = [*ANY_TORCHRUN, *meeting, "--node_rank", str(rank), *fit]
@@ -296,7 +297,7 @@ def test_what_starts_fit_in_a_cloud_hands_it_options_that_it_knows(
     words_of: Callable[[], list[str]],
 ) -> None:
     words = words_of()
-    place = words.index("numerals.fit")
+    place = words.index("project.fit")
     assert Path(words[0]).name == "torchrun"
     assert not set(words[1:place]) - {"--standalone", "--nproc_per_node", "gpu", "2", "-m"}
     config = configure(fit, "fit", [*EXAMPLE, *words[place + 1 :]])

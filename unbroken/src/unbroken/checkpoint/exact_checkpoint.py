@@ -352,7 +352,6 @@ class ExactCheckpoint(callbacks.Checkpoint):
                 self.mirror.refuse_another(self._folder.run_id)
             self._folder.create()
             self.run_id = self._folder.run_id
-            (self.folder / ENDED).unlink(missing_ok=True)
 
     def _add_hooks(self, trainer: Trainer) -> None:
         """Put the hooks before all other callbacks: what these do for a step comes after a save."""
@@ -489,6 +488,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         start. The user's hooks come after this.
         """
         signals.defer()
+        if self._folder is not None:
+            # What could not be resumed was refused before.
+            (self.folder / ENDED).unlink(missing_ok=True)
         self._last_save = time.monotonic()
         self._began = self._last_save
         self._steps = trainer.global_step

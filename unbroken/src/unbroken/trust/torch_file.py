@@ -156,7 +156,7 @@ class Reader:
         self._pickle = bytes(self._slice(entry))
         self._left = FREE_BYTES + len(data) + MOST_TIMES * len(self._pickle)
         self._at = 0
-        self._stack: list[Any] = []
+        self.stack: list[Any] = []
         # What stood below a mark
         self._below: list[list[Any]] = []
         self._memory: list[Any] = []
@@ -178,7 +178,7 @@ class Reader:
             if act is None:
                 raise Foreign(f"opcode {code}")
             act(self)
-        (value,) = self._stack
+        (value,) = self.stack
         refuse_what_is_no_data(value, FREE_BYTES // 64 + MOST_TIMES * len(self._pickle))
         return value
 
@@ -213,7 +213,7 @@ class Reader:
     def push(self, value: Any, size: int = 0) -> None:
         """Put a value on the stack."""
         self.spend(REFERENCE + size)
-        self._stack.append(value)
+        self.stack.append(value)
 
     def push_number(self, form: str) -> None:
         """Read a number, and put it on the stack."""
@@ -221,13 +221,13 @@ class Reader:
 
     def mark(self) -> None:
         self.spend(CONTAINER)
-        self._below.append(self._stack)
-        self._stack = []
+        self._below.append(self.stack)
+        self.stack = []
 
     def above_mark(self) -> list[Any]:
         """What was put on the stack since the last mark."""
-        found = self._stack
-        self._stack = self._below.pop()
+        found = self.stack
+        self.stack = self._below.pop()
         return found
 
     def long_number(self) -> None:
@@ -242,10 +242,10 @@ class Reader:
         self.push(tuple(items), CONTAINER + REFERENCE * len(items))
 
     def last_as_tuple(self, count: int) -> None:
-        items = self._stack[-count:]
+        items = self.stack[-count:]
         if len(items) != count:
             raise NoArchive("its data.pkl is damaged")
-        del self._stack[-count:]
+        del self.stack[-count:]
         self.tuple_of(items)
 
     def remember(self, place: int) -> None:
@@ -253,19 +253,19 @@ class Reader:
         if place != len(self._memory):
             raise Foreign("a memory with gaps")
         self.spend(REFERENCE)
-        self._memory.append(self._stack[-1])
+        self._memory.append(self.stack[-1])
 
     def recall(self, place: int) -> None:
         self.push(self._memory[place])
 
     def append(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if type(target) is not list:
             raise Foreign(f"an element of a {type(target).__name__}")
         target.extend(items)
 
     def set_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
+        target = self.stack[-1]
         if type(target) not in (dict, OrderedDict, Counter) or len(items) % 2:
             raise Foreign(f"an entry of a {type(target).__name__}")
         self.spend(CONTAINER * len(items) // 2)
@@ -320,16 +320,16 @@ class Reader:
 
     def call(self) -> None:
         """Make what a function of the table makes."""
-        arguments = self._stack.pop()
-        name = self._stack.pop()
+        arguments = self.stack.pop()
+        name = self.stack.pop()
         if type(name) is not Name or type(arguments) is not tuple:
             raise Foreign("a call")
         self.push(FUNCTIONS[name.text](self, *arguments), CONTAINER)
 
     def set_attributes(self) -> None:
         """A state dict knows the versions of its module's parts by an attribute."""
-        attributes = self._stack.pop()
-        target = self._stack[-1]
+        attributes = self.stack.pop()
+        target = self.stack[-1]
         if type(target) is not OrderedDict or type(attributes) is not dict:
             raise Foreign(f"attributes of a {type(target).__name__}")
         for key, value in attributes.items():
@@ -341,7 +341,7 @@ class Reader:
 
     def storage(self) -> None:
         """The bytes of tensors: ``("storage", type, name, device, count)``."""
-        _, dtype, name, _, count = self._stack.pop()
+        _, dtype, name, _, count = self.stack.pop()
         if type(dtype) is not torch.dtype or type(name) is not str or type(count) is not int:
             raise Foreign("a storage")
         if name not in self._storages:
@@ -492,9 +492,9 @@ OPCODES: dict[int, Callable[[Reader], None]] = {
     ord("r"): lambda reader: reader.remember(reader.number("<I")),
     ord("h"): lambda reader: reader.recall(reader.number("<B")),
     ord("j"): lambda reader: reader.recall(reader.number("<I")),
-    ord("a"): lambda reader: reader.append([reader._stack.pop()]),
+    ord("a"): lambda reader: reader.append([reader.stack.pop()]),
     ord("e"): lambda reader: reader.append(reader.above_mark()),
-    ord("s"): lambda reader: reader.set_items([reader._stack.pop(-2), reader._stack.pop()]),
+    ord("s"): lambda reader: reader.set_items([reader.stack.pop(-2), reader.stack.pop()]),
     ord("u"): lambda reader: reader.set_items(reader.above_mark()),
     ord("c"): Reader.name,
     ord("R"): Reader.call,

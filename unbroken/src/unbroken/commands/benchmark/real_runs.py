@@ -170,5 +170,5 @@ def bare_trainer(config: Configuration, root: str, clock: RunClock) -> Trainer:
         "callbacks": [*flags["callbacks"], clock],
     }
     trainer = build_trainer(flags)
-    ExactLoading().install(Seams(trainer), trainer)
+    ExactLoading(config.seed).install(Seams(trainer), trainer)
     return trainer

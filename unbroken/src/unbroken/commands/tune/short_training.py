@@ -7,6 +7,7 @@ import tempfile
 import warnings
 from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from unbroken.cli.cli import Configuration
 from unbroken.cli.trainer_flags import build_trainer, trainer_flags
@@ -83,8 +84,8 @@ class ShortTraining(Callback):
         # Lightning's own handlers swallow SIGTERM: the size that was tried would seem to have
         # fitted.
         leave_signals_alone(trainer)
-        # The loaders with which fit trains.
-        ExactLoading().install(Seams(trainer), trainer)
+        # The loaders with which fit trains, in its order: the seed was set by --seed_everything.
+        ExactLoading(torch.initial_seed() % 2**32).install(Seams(trainer), trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Some schedules wait for a validation, and some end too early.
