@@ -155,6 +155,8 @@ def test_what_fsdp_cannot_do_is_refused_before_the_first_step(flags: list[str], 
     trainer_flags(configure(fit, "fit", ["--strategy", "ddp", *flags]))
     trainer_flags(
         configure(
+            fit,
+            "fit",
             [
                 "--strategy",
                 "fsdp",
@@ -163,7 +165,6 @@ def test_what_fsdp_cannot_do_is_refused_before_the_first_step(flags: list[str], 
                 "--gradient_clip_algorithm",
                 "value",
             ],
-            "numerals.fit",
         )
     )
 

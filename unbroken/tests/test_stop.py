@@ -41,9 +41,10 @@ GO_ON = (
 # fit, which gets a signal in the final test pass, at its second batch
 IN_THE_TEST = """
 import os, signal, sys
-from functools import partial
 from lightning.pytorch import Callback
 from numerals.fit import job as fit
+from tests.commands import build_with
+from unbroken.run import Job
 from unbroken.cli import start as command
 
 class Hit(Callback):
@@ -52,7 +53,7 @@ class Hit(Callback):
             os.kill(os.getpid(), signal.Signals[number])
 
 number = sys.argv.pop(1)
-fit.build = partial(fit.build, extra=[Hit()])
+Job.build = build_with(Hit())
 command.run(fit.main)
 """
 
