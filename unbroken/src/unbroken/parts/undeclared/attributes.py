@@ -39,6 +39,8 @@ class PlainAttributes:
         self._changed_by_check: set[str] = set()
         # What was made with other values than it has got back early.
         self._made_with: dict[str, Any] = {}
+        # What it was made without, and has got back early: training had made it.
+        self._made_by_training: set[str] = set()
 
     def give_back_early(
         self, held: Held, value: Mapping[str, Any], names: Collection[str], device: torch.device
@@ -47,6 +49,8 @@ class PlainAttributes:
         for name in names:
             if name in held.attributes:
                 self._made_with[name] = copied(held.attributes[name])
+            else:
+                self._made_by_training.add(name)
         self._set(held, {name: value[name] for name in names}, device)
 
     def check_begins(self, held: Held) -> None:
@@ -62,7 +66,8 @@ class PlainAttributes:
     def begin(self, held: Held) -> None:
         """Note the attributes when training starts, before its first epoch does."""
         fresh = copied(held.attributes) | self._made_with
-        self.fresh = {n: value for n, value in fresh.items() if n not in self._changed_by_check}
+        known_to_change = self._changed_by_check | self._made_by_training
+        self.fresh = {name: value for name, value in fresh.items() if name not in known_to_change}
 
     def take(self, held: Held) -> dict[str, Any]:
         """Copies of what has changed, by name."""
