@@ -18,7 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import Precision
 from tests.monitored import Linear
-from tests.own_environment import REPOSITORY, no_surprises
+from tests.own_environment import REPOSITORY, SEARCHED, no_surprises
 from torch import nn
 from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.checkpoint.shared_buffers import share_buffers
@@ -231,6 +231,7 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
         save_checkpoint=save_checkpoint,
         strategy=strategy,
         is_global_zero=rank == 0,
+        global_step=1,
         precision_plugin=Precision(),
         datamodule=None,
     )
@@ -286,9 +287,9 @@ def test_every_rank_learns_that_rank_zero_could_not_save(
 def test_a_copy_without_git_is_told_its_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_DIR", "/nowhere")
     monkeypatch.delenv("GIT_COMMIT", raising=False)
-    assert git_state() == (None, None)
+    assert git_state(REPOSITORY) == (None, None)
     monkeypatch.setenv("GIT_COMMIT", "abc")
-    assert git_state() == ("abc", None)
+    assert git_state(REPOSITORY) == ("abc", None)
 
 
 # The tests themselves.
@@ -298,4 +299,5 @@ def test_the_callers_python_path_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packages of a machine with a GPU may lie in a folder that only this variable names."""
     monkeypatch.setenv("PYTHONPATH", "/packages")
     no_surprises(monkeypatch)
-    assert os.environ["PYTHONPATH"] == f"{REPOSITORY}{os.pathsep}/packages"
+    searched = [*map(str, SEARCHED), "/packages"]
+    assert os.environ["PYTHONPATH"] == os.pathsep.join(searched)
