@@ -164,7 +164,7 @@ def test_generators_in_a_slot_or_a_queue_and_those_that_draw_bits_alone(
 class OfThisProject(Callback):
     """The user's own, in this project's package."""
 
-    __module__ = "numerals.callbacks.yours"
+    __module__ = "numerals.callbacks"
 
     def __init__(self) -> None:
         self.draw = random.Random(0)
