@@ -113,13 +113,17 @@ class Run:
         """
         by_word = {monitor.word: monitor for monitor in monitors}
         asked = self.options.monitors
-        names = list(by_word)
-        if asked != "all":
-            names = [] if asked == "none" else [part.strip() for part in asked.split(",")]
+        if asked == "all":
+            names = list(by_word)
+        elif asked == "none":
+            names = []
+        else:
+            names = [part.strip() for part in asked.split(",")]
         must = f"be any of {', '.join(by_word)}, or all, or none"
         for name in names:
             require(name in by_word, "--monitors", must, name)
-        return [by_word[name] for name in by_word if name in names and by_word[name].is_measurable]
+        named = [monitor for word, monitor in by_word.items() if word in names]
+        return [monitor for monitor in named if monitor.is_measurable]
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,9 @@ def _pieces(value: Any) -> Iterator[str]:
             yield from _pieces(item)
     elif kind in SEQUENCES:
         yield f"{kind.__name__}{len(value)}:"
-        for item in sorted(value, key=repr) if kind is set else value:
+        # A set has no order of its own.
+        items = sorted(value, key=repr) if kind is set else value
+        for item in items:
             yield from _pieces(item)
     elif isinstance(value, Tensor):
         yield f"{value.dtype}{list(value.shape)}"

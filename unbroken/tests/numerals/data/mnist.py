@@ -1,12 +1,6 @@
 """MNIST: the full set if it is available, else the real digits that ship inside the package."""
 
-import contextlib
-import io
-import shutil
-import socket
-import tempfile
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +8,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 from unbroken.data.base import Split
+from unbroken.data.downloads import download_into
 from unbroken.data.drawn_figures import find_figure
 from unbroken.data.idx_files import find_idx, read_idx
 from unbroken.data.images import BatchedDataModule, TensorImages
@@ -22,9 +17,6 @@ from unbroken.errors import UserError, require
 # The digits of the template that lies beside the library
 DIGITS = next(Path(__file__).parents[4].glob("*/data/bundled"), Path("no digits"))
 DEFAULT_ROOT = "data"
-
-# Seconds that a download may take to connect, and for each read.
-DOWNLOAD_TIMEOUT = 10
 
 # The share of the training set that is validation. Of the full set it is 5,000 images, of the
 # sample 1,000.
@@ -225,18 +217,12 @@ class MNISTDataModule(BatchedDataModule):
         from torchvision import datasets
 
         dataset_class = getattr(datasets, self.torchvision_dataset)
-        beside = nearest_folder(Path(self.root).absolute())
-        with (
-            socket_timeout(DOWNLOAD_TIMEOUT),
-            tempfile.TemporaryDirectory(dir=beside, prefix=".download-") as scratch,
-        ):
-            with contextlib.redirect_stdout(io.StringIO()):
-                dataset_class(scratch, download=True)
-            fetched = Path(scratch) / self.folder
-            raw = self.raw_folder()
-            raw.mkdir(parents=True, exist_ok=True)
-            for name in self.files:
-                shutil.move(fetched / name, raw / name)
+        download_into(
+            self.raw_folder(),
+            self.files,
+            lambda scratch: dataset_class(scratch, download=True),
+            subfolder=self.folder,
+        )
 
 
 def read_part(folder: Path, part: str, digests: dict[str, str | None]) -> TensorImages:
@@ -254,24 +240,3 @@ def read_part(folder: Path, part: str, digests: dict[str, str | None]) -> Tensor
     if len(images) != len(labels):
         raise UserError(f"{folder}: {len(images)} {part} images but {len(labels)} labels.")
     return TensorImages(images, labels)
-
-
-def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the closest one above it that exists.
-
-    A failed download then leaves no folder behind.
-    """
-    while not path.is_dir():
-        path = path.parent
-    return path
-
-
-@contextlib.contextmanager
-def socket_timeout(seconds: float) -> Iterator[None]:
-    """Inside, new connections wait at most so long to be made, and for each read."""
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
