@@ -23,10 +23,11 @@ import pytest
 import torch
 from filelock import FileLock
 from lightning.pytorch import Callback
-from tests.fork_server import Forked, can_fork
 from torch.distributed import TCPStore
 from unbroken.results.facts import Summary
 from unbroken.run import Job
+
+from tests.fork_server import Forked, can_fork
 
 Process = subprocess.Popen[bytes] | Forked
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+
 from tests.own_environment import no_surprises
 
 # Two tests run at a time, each on one of two cores. torch reads the variable as it is imported, and

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from tests.plain_module import rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torchmetrics.utilities.distributed import gather_all_tensors
 from unbroken import ExactCheckpoint
+
+from tests.plain_module import rows
 
 BATCH_SIZE = 8
 

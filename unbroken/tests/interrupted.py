@@ -45,9 +45,10 @@ class Interrupt(Callback):
 
 def main() -> None:
     from numerals.fit import job as fit
-    from tests.commands import build_with
     from unbroken.cli import start as command
     from unbroken.run import Job
+
+    from tests.commands import build_with
 
     step, number = int(sys.argv[1]), signal.Signals[sys.argv[2]]
     del sys.argv[1:3]

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 from PIL import Image
-from tests.make_digits import write_idx
 from torch import Tensor
+
+from tests.make_digits import write_idx
 
 
 def spots(

@@ -24,10 +24,11 @@ class WriteChoices(Callback):
 
 def main() -> None:
     from numerals.fit import job as fit
-    from tests.commands import build_with
     from unbroken.cli import start as command
     from unbroken.machine import hardware
     from unbroken.run import Job
+
+    from tests.commands import build_with
 
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     cost = float(os.environ["COSTS"].split(",")[rank])

@@ -53,9 +53,10 @@ def kill_in_download(number: int) -> None:
 
 def main() -> None:
     from numerals.fit import job as fit
-    from tests.slow_stores import FailingFileSystem, SlowFileSystem
     from unbroken.cli import start as command
     from unbroken.mirror import copying, lease
+
+    from tests.slow_stores import FailingFileSystem, SlowFileSystem
 
     lease.BEAT_S = 0.2
     lease.LOOK_S = 0.3

@@ -12,9 +12,10 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import Logger
-from tests.commands import complete
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
+
+from tests.commands import complete
 
 
 @pytest.fixture(autouse=True)

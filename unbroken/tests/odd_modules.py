@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from tests.plain_module import Regression, rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+from tests.plain_module import Regression, rows
 
 
 class Odd(Regression):

@@ -6,8 +6,9 @@ import sys
 
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
-from tests.plain_module import Regression
 from unbroken import ExactCheckpoint
+
+from tests.plain_module import Regression
 
 folder, workers, devices = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 seed_everything(7, workers=True, verbose=False)

@@ -12,11 +12,12 @@ import pytest
 import torch
 from numerals.fit import job as fit
 from PIL import Image, ImageDraw
-from tests.commands import assert_same_run, complete, rows, run_ranks, summary
 from unbroken.cli.read_checkpoint import load
 from unbroken.commands import test as test_command
 from unbroken.errors import UserError
 from unbroken.storage.checkpoint_files import read
+
+from tests.commands import assert_same_run, complete, rows, run_ranks, summary
 
 ROOT = Path(__file__).parents[2]
 EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}

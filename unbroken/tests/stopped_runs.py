@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback, Trainer
 from numerals.fit import job as fit
-from tests.commands import add_callbacks
 from unbroken.cli import start as entry
 from unbroken.stopping import signals
+
+from tests.commands import add_callbacks
 
 SHORT = ["--max_epochs", "3", "--log_every_n_steps", "4", "--monitors", "none"]
 SHORT += ["--report", "false"]

@@ -15,10 +15,6 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from numerals.fit import job as fit
-from tests.commands import add_callbacks, assert_same_run, checkpoint, rows, run_ranks, summary
-from tests.odd_modules import Untested
-from tests.other_tasks import LOADERS, Composed, Plateaus, Rates, Told
-from tests.stopped_runs import RUNS, SHORT, error_of, resume, train, train_until
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.following import Best
 from unbroken.cli import start as entry
@@ -27,6 +23,11 @@ from unbroken.cli.read_checkpoint import load, start_from
 from unbroken.commands import test as test_command
 from unbroken.run.main_job import the
 from unbroken.stopping import signals
+
+from tests.commands import add_callbacks, assert_same_run, checkpoint, rows, run_ranks, summary
+from tests.odd_modules import Untested
+from tests.other_tasks import LOADERS, Composed, Plateaus, Rates, Told
+from tests.stopped_runs import RUNS, SHORT, error_of, resume, train, train_until
 
 LINE = [
     "--model",

@@ -19,6 +19,15 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from numerals.fit import job as fit
+from unbroken import ExactCheckpoint, run_folder
+from unbroken.cli import start as entry
+from unbroken.errors import UserError
+from unbroken.loggers.metrics_csv import MetricsCSV
+from unbroken.run_folder import RunFolder, choose, find_checkpoint, newest_run, point_latest_at
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO, damage, load_weights
+from unbroken.storage.files import write_atomically
+from unbroken.storage.run_files import RunFiles
+
 from tests.commands import (
     SMALL,
     WHOLE_NETWORK,
@@ -33,14 +42,6 @@ from tests.commands import (
     wait_for,
 )
 from tests.plain_module import Regression
-from unbroken import ExactCheckpoint, run_folder
-from unbroken.cli import start as entry
-from unbroken.errors import UserError
-from unbroken.loggers.metrics_csv import MetricsCSV
-from unbroken.run_folder import RunFolder, choose, find_checkpoint, newest_run, point_latest_at
-from unbroken.storage.checkpoint_files import AtomicCheckpointIO, damage, load_weights
-from unbroken.storage.files import write_atomically
-from unbroken.storage.run_files import RunFiles
 
 
 @pytest.fixture

@@ -14,9 +14,6 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from numerals.fit import job as fit
-from tests.commands import CPU2, TINY, assert_same_run, checkpoint, command, complete, run_ranks
-from tests.plain_module import Regression
-from tests.stopped_runs import SHORT, error_of, resume, train, train_until
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.chosen import Chosen
@@ -24,6 +21,10 @@ from unbroken.cli import trainer_flags
 from unbroken.cli.cli import configure
 from unbroken.loading import ExactLoading
 from unbroken.machine import hardware, threads
+
+from tests.commands import CPU2, TINY, assert_same_run, checkpoint, command, complete, run_ranks
+from tests.plain_module import Regression
+from tests.stopped_runs import SHORT, error_of, resume, train, train_until
 
 # Sixteen steps
 STEPS = [*TINY, *SHORT, "--data.batch_size", "8", "--max_epochs", "2"]

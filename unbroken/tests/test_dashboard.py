@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 from unbroken.cli import start as entry
 from unbroken.commands import dashboard
 from unbroken.loggers.panels import PANELS
+
+from tests.reported import of_type, reported_run, wandb_folders, wandb_records
 
 pytest.importorskip("wandb_workspaces")
 NAMES = ["--entity", "me", "--project", "mine"]

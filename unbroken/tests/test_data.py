@@ -16,8 +16,6 @@ import torch
 from numerals.data import MNISTDataModule
 from numerals.data.mnist import DIGITS
 from PIL import Image
-from tests.made_data import make_idx_files
-from tests.make_digits import stratified, write_idx
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
@@ -27,6 +25,9 @@ from unbroken.data.base import belongs_on
 from unbroken.data.idx_files import read_idx
 from unbroken.errors import UserError
 from unbroken.loading import ExactLoader
+
+from tests.made_data import make_idx_files
+from tests.make_digits import stratified, write_idx
 
 
 @pytest.mark.parametrize("name", ["x-images-idx3-ubyte", "x-images-idx3-ubyte.gz"])

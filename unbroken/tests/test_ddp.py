@@ -14,6 +14,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from numerals.fit import job as fit
 from numerals.model import MNISTClassifier
+from unbroken.commands import test as test_command
+
 from tests.commands import (
     CONVNET,
     SMALL,
@@ -25,7 +27,6 @@ from tests.commands import (
     summary,
     two_rank_run,
 )
-from unbroken.commands import test as test_command
 
 
 def test_two_ranks_train_what_one_trains_in_one_folder(workplace: Path) -> None:

@@ -13,11 +13,12 @@ import pytest
 import torch
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
-from tests.commands import complete, run
 from unbroken.cli import start as entry
 from unbroken.commands import devices
 from unbroken.commands.devices import recommend
 from unbroken.machine import hardware
+
+from tests.commands import complete, run
 
 CPU = {"name": "x", "cores": 8, "cores_of_machine": 8, "bf16": False, "amx": False}
 

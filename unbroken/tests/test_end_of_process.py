@@ -18,6 +18,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from unbroken.cli import start as entry
+from unbroken.stopping import signals
+
 from tests.commands import (
     SMALL,
     Process,
@@ -29,8 +32,6 @@ from tests.commands import (
     summary,
     wait_for,
 )
-from unbroken.cli import start as entry
-from unbroken.stopping import signals
 
 ROOT = Path(__file__).parents[2]
 # A command whose daemon threads are inside the C++ code of a library when it ends

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from numerals.fit import job as fit
-from tests.commands import SMALL, checkpoint, finished_run, summary
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure
 from unbroken.cli.explain import explain
 from unbroken.cli.read_checkpoint import load
 from unbroken.cli.refusals import refusals_as_errors
 from unbroken.commands import test as test_command
+
+from tests.commands import SMALL, checkpoint, finished_run, summary
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> str:  # type: ignore[no-untyped-def]

@@ -24,14 +24,15 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from tests.commands import checkpoint, differences, kill_group, start, wait_for
-from tests.plain_module import Regression, rows
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from unbroken import ExactCheckpoint, Part, Stopped
 from unbroken.checkpoint import exact_checkpoint
 from unbroken.errors import UserError
 from unbroken.seams import HOOKS_OF_BATCHES
+
+from tests.commands import checkpoint, differences, kill_group, start, wait_for
+from tests.plain_module import Regression, rows
 
 SCRIPT = [sys.executable, "-m", "tests.plain_script"]
 SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops")

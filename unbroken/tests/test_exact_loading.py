@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
-from tests.commands import complete, rows, run_ranks
-from tests.other_tasks import ByEpoch, Line, LoaderWithState, table
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -53,6 +51,9 @@ from unbroken.seams import Seams
 from unbroken.stopping.ranks import of_all_ranks
 from unbroken.stopping.stop import Agreement, NextBatch
 from unbroken.tensors.same_values import is_same
+
+from tests.commands import complete, rows, run_ranks
+from tests.other_tasks import ByEpoch, Line, LoaderWithState, table
 
 
 class Numbers(Dataset[Tensor]):

@@ -8,13 +8,14 @@ from typing import Any, Literal
 import pytest
 from lightning.pytorch import Callback
 from numerals.fit import job as fit
-from tests.typed_settings import Typed
 from torch.distributed.run import parse_args
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure
 from unbroken.cli.explain import explain, with_choices
 from unbroken.cli.typed import CommandLine
 from unbroken.errors import UserError
+
+from tests.typed_settings import Typed
 
 CLASSES = ["--model.class_path", "tests.typed_settings.Typed"]
 CLASSES += ["--data.class_path", "tests.typed_settings.Numbers"]

@@ -20,7 +20,6 @@ from numerals.fit import job as fit
 from numerals.model import MLP, ConvNet, MNISTClassifier
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tests.trained import trained_checkpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from unbroken.cli import start as entry
@@ -33,6 +32,8 @@ from unbroken.commands.export.trace import trace
 from unbroken.commands.export.write import write_files, write_weights
 from unbroken.errors import UserError
 from unbroken.tables import refuse_file_of_others
+
+from tests.trained import trained_checkpoint
 
 
 @pytest.fixture(scope="module")

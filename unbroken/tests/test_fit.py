@@ -29,6 +29,16 @@ from numerals import callbacks
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
 from numerals.model import MLP, MNISTClassifier
+from unbroken.cli import start as entry
+from unbroken.cli.cli import configure, differences
+from unbroken.cli.read_checkpoint import load
+from unbroken.commands import test as test_command
+from unbroken.results.facts import Summary
+from unbroken.results.run_result import RunResult
+from unbroken.run.main_job import next_commands
+from unbroken.run.progress import EpochLines, closing_lines, stopped_lines
+from unbroken.run_folder import choose
+
 from tests.commands import (
     REPORTED,
     SMALL,
@@ -42,15 +52,6 @@ from tests.commands import (
     summary,
 )
 from tests.trained import trained_checkpoint
-from unbroken.cli import start as entry
-from unbroken.cli.cli import configure, differences
-from unbroken.cli.read_checkpoint import load
-from unbroken.commands import test as test_command
-from unbroken.results.facts import Summary
-from unbroken.results.run_result import RunResult
-from unbroken.run.main_job import next_commands
-from unbroken.run.progress import EpochLines, closing_lines, stopped_lines
-from unbroken.run_folder import choose
 
 FILES = ["best.ckpt", "last.ckpt", "config.yaml", "metrics.csv", "summary.json"]
 FILES += ["report.html"]

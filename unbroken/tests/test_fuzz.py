@@ -19,12 +19,12 @@ from typing import Any
 import pytest
 import yaml
 from PIL import Image
-from tests.commands import TINY as TINY_RUN
-from tests.commands import checkpoint, made_once, run
-from tests.fuzzed import MODULES, Input, entries, replacements
 from unbroken.tables import flat
 
 from tests import fuzzed
+from tests.commands import TINY as TINY_RUN
+from tests.commands import checkpoint, made_once, run
+from tests.fuzzed import MODULES, Input, entries, replacements
 
 COUNTS = {"flags": 1100, "config files": 500, "commands": 500, "files": 200, "checkpoints": 700}
 TINY = [*TINY_RUN, "--max_steps", "2", "--monitors", "none"]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.commands import assert_same_run, checkpoint, kill_group, run_ranks, start
 from tests.test_exact_checkpoint import assert_same_end
 

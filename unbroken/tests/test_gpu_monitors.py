@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from tests.monitored import Linear, Points, make_trainer
 from torch import nn
 from unbroken.monitors.memory import ACTIVATIONS, GIB, MemoryMonitor
 from unbroken.monitors.memory_snapshot import MemorySnapshot
 from unbroken.monitors.optimizer import OptimizerMonitor
 from unbroken.monitors.profiler import StepProfiler
 from unbroken.monitors.throughput import ThroughputMonitor
+
+from tests.monitored import Linear, Points, make_trainer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,13 +13,14 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from numerals.fit import job as fit
-from tests.commands import CONVNET, SMALL, assert_same_run, summary
-from tests.monitored import Linear, Points, make_trainer
 from torch.profiler import ProfilerActivity, profile
 from unbroken.cli.read_checkpoint import load
 from unbroken.commands import test as test_command
 from unbroken.commands.benchmark.command import main as benchmark
 from unbroken.run.final_test import float32_products
+
+from tests.commands import CONVNET, SMALL, assert_same_run, summary
+from tests.monitored import Linear, Points, make_trainer
 
 pytestmark = [
     pytest.mark.gpu,

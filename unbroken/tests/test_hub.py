@@ -17,8 +17,6 @@ import yaml
 from lightning.pytorch import LightningModule
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
-from tests.commands import complete, summary
-from tests.trained import trained_checkpoint
 from torch import nn
 from unbroken.chosen import Chosen
 from unbroken.cli import start as entry
@@ -27,6 +25,9 @@ from unbroken.cli.read_checkpoint import Loaded, load
 from unbroken.commands.export import command as export
 from unbroken.commands.export.hub import CARD, FILES, card, check_hub, plain, write_hub
 from unbroken.errors import UserError
+
+from tests.commands import complete, summary
+from tests.trained import trained_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -14,9 +14,6 @@ import torch
 import torchmetrics
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
 from numerals.fit import job as fit
-from tests.commands import add_callbacks, assert_same_run, checkpoint, rows, run_ranks, summary
-from tests.other_tasks import Noisy, table
-from tests.stopped_runs import SHORT, end_run, error_of, resume, train
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
@@ -33,6 +30,10 @@ from unbroken.commands.test import main
 from unbroken.loading import ExactLoading
 from unbroken.run_folder import RunFolder as Run
 from unbroken.stopping import signals
+
+from tests.commands import add_callbacks, assert_same_run, checkpoint, rows, run_ranks, summary
+from tests.other_tasks import Noisy, table
+from tests.stopped_runs import SHORT, end_run, error_of, resume, train
 
 HERE = "tests.test_interrupted_tasks"  # as a run imports it
 

@@ -7,6 +7,10 @@ from typing import Any
 
 import pytest
 from lightning.pytorch import Callback
+from torch import Tensor
+from unbroken.loggers.metrics_csv import MetricsCSV
+from unbroken.monitors.last_step import LogLastStep
+
 from tests.monitored import (
     Linear,
     Points,
@@ -14,9 +18,6 @@ from tests.monitored import (
     one_thread,  # noqa: F401 - the fixture of every test here
     read,
 )
-from torch import Tensor
-from unbroken.loggers.metrics_csv import MetricsCSV
-from unbroken.monitors.last_step import LogLastStep
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -17,6 +17,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, callbacks
 from numerals.fit import job as fit
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from unbroken.checkpoint.not_exact import NOT_EXACT
+from unbroken.cli import start as entry
+
 from tests.commands import (
     TIMED,
     assert_same_run,
@@ -29,10 +34,6 @@ from tests.commands import (
     without_measured,
 )
 from tests.stopped_runs import resume, train, train_until
-from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-from unbroken.checkpoint.not_exact import NOT_EXACT
-from unbroken.cli import start as entry
 
 HERE = "tests.test_lightning_callbacks"  # as a run imports it
 

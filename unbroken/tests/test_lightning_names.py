@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from unbroken.lightning_names import name_in_lightning
+
 from tests.commands import assert_same_run, complete, summary
 from tests.promises import ROOT, environment
-from unbroken.lightning_names import name_in_lightning
 
 THEIRS = "tests.written_for_pytorch_lightning"
 SWITCHED_ON = "from unbroken.lightning_names import alias; alias()\n"

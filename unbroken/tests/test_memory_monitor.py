@@ -17,13 +17,6 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback
-from tests.monitored import (
-    Linear,
-    Points,
-    in_a_fork,
-    make_trainer,
-    one_thread,  # noqa: F401 - the fixture of every test here
-)
 from torch import nn
 from unbroken.errors import UserError, is_out_of_memory
 from unbroken.machine.live_memory import LiveMemory
@@ -38,6 +31,14 @@ from unbroken.monitors.memory import (
 )
 from unbroken.monitors.memory_snapshot import MemorySnapshot
 from unbroken.monitors.out_of_memory import flags_to_try
+
+from tests.monitored import (
+    Linear,
+    Points,
+    in_a_fork,
+    make_trainer,
+    one_thread,  # noqa: F401 - the fixture of every test here
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*logging interval", "ignore:.*does not have many workers"

@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.monitored import read
 from unbroken.loggers.metrics_csv import MetricsCSV, read_metrics
+
+from tests.monitored import read
 
 
 @pytest.fixture

@@ -17,10 +17,6 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch import Callback, Trainer, seed_everything
-from tests.commands import checkpoint
-from tests.plain_module import Regression
-from tests.slow_stores import FailingFileSystem, SlowFileSystem
-from tests.test_exact_checkpoint import Dies, assert_same_end
 from unbroken import ExactCheckpoint
 from unbroken.errors import UserError
 from unbroken.mirror import copying, lease
@@ -32,6 +28,11 @@ from unbroken.mirror.reading import saves_in
 from unbroken.mirror.save import Save
 from unbroken.mirror.store import Store
 from unbroken.run_folder import RunFolder, choose, find_checkpoint, last_owner, read_run_id
+
+from tests.commands import checkpoint
+from tests.plain_module import Regression
+from tests.slow_stores import FailingFileSystem, SlowFileSystem
+from tests.test_exact_checkpoint import Dies, assert_same_end
 
 
 @pytest.fixture(autouse=True)

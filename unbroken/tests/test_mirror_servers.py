@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.commands import (
     SMALL,
     assert_same_run,

@@ -9,10 +9,10 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.commands import finished_run, run, summary, two_rank_run
 from unbroken.storage.checkpoint_files import damage
 
 from tests import reported
+from tests.commands import finished_run, run, summary, two_rank_run
 
 
 def test_a_default_run_records_every_metric_that_a_cpu_has():

@@ -13,13 +13,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from tests.commands import complete
-from tests.monitored import (
-    in_a_fork,
-    make_trainer,
-    one_thread,  # noqa: F401 - the fixture of every test here
-    read,
-)
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from unbroken.monitors.memory import MemoryMonitor, dense_parts, size_gib
@@ -28,6 +21,14 @@ from unbroken.monitors.optimizer import OptimizerMonitor, gradient_norm
 from unbroken.monitors.throughput import ThroughputMonitor
 from unbroken.results.facts import Summary
 from unbroken.results.run_result import AddsFacts, RunResult
+
+from tests.commands import complete
+from tests.monitored import (
+    in_a_fork,
+    make_trainer,
+    one_thread,  # noqa: F401 - the fixture of every test here
+    read,
+)
 
 
 def monitors() -> list[Monitor]:

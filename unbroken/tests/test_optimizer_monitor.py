@@ -8,12 +8,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
-from tests.monitored import Linear, Points, make_trainer, one_thread, read  # noqa: F401 - one_thread is a fixture
-from tests.other_tasks import WithoutRate
 from unbroken.loggers.metrics_csv import MetricsCSV
 from unbroken.monitors.memory import MemoryMonitor
 from unbroken.monitors.optimizer import OptimizerMonitor
 from unbroken.monitors.throughput import ThroughputMonitor
+
+from tests.monitored import Linear, Points, make_trainer, one_thread, read  # noqa: F401 - one_thread is a fixture
+from tests.other_tasks import WithoutRate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

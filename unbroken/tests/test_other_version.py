@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
-from tests.plain_module import Regression
 from unbroken import ExactCheckpoint, __version__
 from unbroken.checkpoint import exact_checkpoint
 from unbroken.checkpoint.other_version import note_of_version
 from unbroken.errors import UserError
 from unbroken.results.facts import versions
 from unbroken.storage.checkpoint_files import read
+
+from tests.plain_module import Regression
 
 
 def train(folder: Path, epochs: int) -> None:

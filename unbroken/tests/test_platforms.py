@@ -16,6 +16,7 @@ from typing import Any
 import numerals
 import pytest
 import unbroken
+
 from tests.commands import complete
 from tests.other_systems import VALUES
 from tests.promises import ROOT

@@ -17,11 +17,6 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from numerals.fit import job as fit
 from numerals.model import MNISTClassifier
 from PIL import Image, ImageDraw, ImageFont
-from tests.digit_files import WAYS
-from tests.photos import KINDS, photograph, take_photographs
-from tests.plain_module import rows
-from tests.stopped_runs import SHORT, error_of, train
-from tests.trained import trained_checkpoint
 from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
 from unbroken.commands.predict import command as predict
@@ -37,6 +32,11 @@ from unbroken.errors import BadImage, UserError
 from unbroken.pictures import read_pixels
 
 from configs.examples.png_folder import PngFolder
+from tests.digit_files import WAYS
+from tests.photos import KINDS, photograph, take_photographs
+from tests.plain_module import rows
+from tests.stopped_runs import SHORT, error_of, train
+from tests.trained import trained_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from tests.commands import run
-from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 from torch.autograd import DeviceType
 from unbroken.errors import UserError
 from unbroken.monitors.profiler import REGIONS, StepProfiler, region_times
 from unbroken.monitors.throughput import ThroughputMonitor
+
+from tests.commands import run
+from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from tests.commands import (
     CONVNET,
     CPU2,

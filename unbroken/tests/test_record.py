@@ -9,13 +9,14 @@ import pytest
 import yaml
 from lightning.pytorch import LightningModule
 from numerals.fit import job as fit
-from tests.commands import checkpoint
-from tests.typed_settings import Rate
 from unbroken.cli.cli import Configuration, configure
 from unbroken.cli.plain_values import dump_yaml, put_into_mappings
 from unbroken.cli.program import Program
 from unbroken.cli.read_checkpoint import leave_out_what_is_no_longer_taken
 from unbroken.commands import test as test_command
+
+from tests.commands import checkpoint
+from tests.typed_settings import Rate
 
 CLASSES = ["--model.class_path", "tests.typed_settings.Typed"]
 CLASSES += ["--data.class_path", "tests.typed_settings.Numbers"]

@@ -19,9 +19,6 @@ import pytest
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping
-from tests.commands import complete
-from tests.plain_module import Regression, rows
-from tests.typed_settings import Numbers, Typed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, get_worker_info
@@ -31,6 +28,9 @@ from unbroken.cli.start import exit_code
 from unbroken.errors import UserError
 
 from tests import commands
+from tests.commands import complete
+from tests.plain_module import Regression, rows
+from tests.typed_settings import Numbers, Typed
 
 
 class Dies:

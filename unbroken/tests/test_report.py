@@ -21,8 +21,6 @@ from lightning.pytorch import Trainer
 from matplotlib.figure import Figure
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
-from tests.commands import REPORTED, summary, two_rank_run
-from tests.reported import reported_run, wandb_folders
 from unbroken.cli.read_checkpoint import load
 from unbroken.monitors import monitor
 from unbroken.monitors.test_predictions import TestPredictions
@@ -42,6 +40,9 @@ from unbroken.results.facts import Summary
 from unbroken.results.run_result import Mistake, read_epochs, read_series
 from unbroken.results.run_result import RunResult as RunRecord
 from unbroken.run import run_record
+
+from tests.commands import REPORTED, summary, two_rank_run
+from tests.reported import reported_run, wandb_folders
 
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from numerals.fit import job as fit
+from unbroken.storage.checkpoint_files import outline
+
 from tests.commands import (
     CONVNET,
     SMALL,
@@ -31,7 +33,6 @@ from tests.commands import (
     summary,
     wait_for,
 )
-from unbroken.storage.checkpoint_files import outline
 
 # Checkpoints so often that many kills hit one being written
 OFTEN = ["--checkpoint_every", "3", "--val_check_interval", "0.4"]

@@ -11,10 +11,11 @@ import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from numerals.fit import job as fit
-from tests.commands import checkpoint
-from tests.typed_settings import Numbers, Typed
 from unbroken.run import run_record
 from unbroken.run.run_record import RunRecord
+
+from tests.commands import checkpoint
+from tests.typed_settings import Numbers, Typed
 
 # A folder that is there already, and a callback's state without the callback
 pytestmark = pytest.mark.filterwarnings(

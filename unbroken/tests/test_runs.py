@@ -20,14 +20,15 @@ import pytest
 import yaml
 from filelock import FileLock
 from fsspec.implementations.memory import MemoryFileSystem
-from tests.commands import SMALL, Process, popen
-from tests.trained import trained_checkpoint
 from unbroken.cli.start import exit_code
 from unbroken.commands.runs import command as runs
 from unbroken.commands.runs import page, saved_run, seeds
 from unbroken.mirror import lease
 from unbroken.mirror.manifest import Entry, Manifest
 from unbroken.mirror.store import Store
+
+from tests.commands import SMALL, Process, popen
+from tests.trained import trained_checkpoint
 
 PACKAGE = numerals.__name__
 

@@ -18,13 +18,14 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from tests.commands import checkpoint
-from tests.plain_module import Regression, rows
 from torch.utils.data import DataLoader
 from unbroken import ExactCheckpoint
 from unbroken.commands.runs.saved_run import SavedRun, find_runs
 from unbroken.errors import UserError
 from unbroken.machine import threads
+
+from tests.commands import checkpoint
+from tests.plain_module import Regression, rows
 
 # Lightning's advice on workers and lengths is not what is tested.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from tests.commands import checkpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from unbroken import ExactCheckpoint
@@ -20,6 +19,8 @@ from unbroken.storage import checkpoint_files, files, run_files
 from unbroken.storage.files import NotWritten, copy_atomically
 from unbroken.storage.staging import Staging, bytes_in
 from unbroken.storage.writer import Writer
+
+from tests.commands import checkpoint
 
 
 class Small(LightningModule):

@@ -11,7 +11,6 @@ import torch
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import StrategyRegistry
 from numerals.fit import job as fit
-from tests.commands import SMALL, WHOLE_NETWORK, checkpoint, run_ranks, summary
 from torch import nn
 from unbroken.checkpoint.sharding import LARGE, ShardedStrategy
 from unbroken.cli.cli import configure
@@ -19,6 +18,8 @@ from unbroken.cli.trainer_flags import trainer_flags
 from unbroken.commands import test as test_command
 from unbroken.errors import UserError
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO
+
+from tests.commands import SMALL, WHOLE_NETWORK, checkpoint, run_ranks, summary
 
 HALF = ["--data.batch_size", "32"]  # of each batch for each of two processes
 

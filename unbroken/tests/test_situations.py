@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.commands import checkpoint, differences, kill_group, start, start_ranks
-from tests.situations.situation import SITUATIONS, Situation
 
 import tests.situations
+from tests.commands import checkpoint, differences, kill_group, start, start_ranks
+from tests.situations.situation import SITUATIONS, Situation
 
 for module in pkgutil.iter_modules(tests.situations.__path__):
     if module.name != "run":

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.commands import assert_same_run, complete
-from tests.promises import ROOT, environment
 
 from tests import made_data
+from tests.commands import assert_same_run, complete
+from tests.promises import ROOT, environment
 
 # This is what a user of Python 3.14, macOS or Windows has without asking for it.
 FIT = """

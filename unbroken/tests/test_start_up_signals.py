@@ -20,10 +20,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.commands import CPU2, SMALL, command, kill_group
 from torch.distributed import TCPStore
 
 from tests import commands
+from tests.commands import CPU2, SMALL, command, kill_group
 
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGHUP: 143}
 PATIENCE_S = 20.0  # ten seconds, and a busy machine

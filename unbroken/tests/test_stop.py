@@ -15,6 +15,10 @@ from typing import Any
 
 import pytest
 from numerals.fit import job as fit
+from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
+from unbroken.checkpoint.following import Best
+from unbroken.stopping.stop import SAVE_DUE, Agreement
+
 from tests.commands import (
     CPU2,
     SMALL,
@@ -28,9 +32,6 @@ from tests.commands import (
     summary,
     wait_for,
 )
-from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
-from unbroken.checkpoint.following import Best
-from unbroken.stopping.stop import SAVE_DUE, Agreement
 
 # Long enough that a stop at a random moment finds it training
 LONG_RUN = [*SMALL, "--max_epochs", "400", "--val_check_interval", "0.5"]

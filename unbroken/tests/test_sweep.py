@@ -23,13 +23,13 @@ import yaml
 from matplotlib.figure import Figure
 from numerals.fit import job as fit
 from PIL import Image
-from tests.commands import Process, complete, popen
-from tests.promises import ROOT
 from unbroken.cli import start as entry
 from unbroken.errors import UserError
 from unbroken.machine import threads
 
 from tests import made_data
+from tests.commands import Process, complete, popen
+from tests.promises import ROOT
 
 optuna = pytest.importorskip("optuna")
 

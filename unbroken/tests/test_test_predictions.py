@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import LightningModule
-from tests.monitored import make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 from torch import Tensor
 from torch.utils.data import DataLoader
 from unbroken.machine.live_memory import LiveMemory
 from unbroken.monitors import monitor
 from unbroken.monitors.test_predictions import TestPredictions
+
+from tests.monitored import make_trainer, one_thread  # noqa: F401 - the fixture of every test here
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from filelock import FileLock
+
 from tests.third_party.trial import CASES, KILLED
 
 REQUIREMENTS = Path(__file__).parent / "third_party" / "requirements.txt"

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from tests.commands import CPU2, SMALL, run
 from unbroken.machine import threads
+
+from tests.commands import CPU2, SMALL, run
 
 
 class WriteThreads(Callback):

@@ -16,15 +16,6 @@ from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import FSDPStrategy
 from numerals.model.networks import MLP, ConvNet
-from tests.monitored import (
-    FakeClock,
-    Linear,
-    Points,
-    Rows,
-    in_a_fork,
-    make_trainer,
-    one_thread,  # noqa: F401 - used by every test
-)
 from torch.utils.data import DataLoader
 from unbroken.cli.shown_warnings import silence_unfounded_advice
 from unbroken.monitors.flops import (
@@ -41,6 +32,16 @@ from unbroken.monitors.throughput import (
     samples_in,
 )
 from unbroken.tasks.supervised import recompute_activations
+
+from tests.monitored import (
+    FakeClock,
+    Linear,
+    Points,
+    Rows,
+    in_a_fork,
+    make_trainer,
+    one_thread,  # noqa: F401 - used by every test
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -18,8 +18,6 @@ from typing import Any
 import pytest
 from numerals.fit import job as fit
 from tensorboard.summary.writer import event_file_writer
-from tests.commands import complete, rows
-from tests.reported import of_type, wandb_folders, wandb_records
 from unbroken.cli import trackers
 from unbroken.cli.cli import configure
 from unbroken.errors import UserError
@@ -30,6 +28,9 @@ from unbroken.loggers.mlflow import name_in_mlflow
 from unbroken.loggers.tensorboard import TensorBoardRunLogger
 from unbroken.mirror.manifest import MIRRORED
 from unbroken.run_folder import RunFolder
+
+from tests.commands import complete, rows
+from tests.reported import of_type, wandb_folders, wandb_records
 
 TASK = ["--model", "configs.examples.autoencoder.LitAutoEncoder"]
 TASK += ["--data", "configs.examples.autoencoder.Waves"]

@@ -23,7 +23,6 @@ from typing import Any
 import pytest
 import torch
 from numerals.fit import job as fit
-from tests.commands import checkpoint
 from torch import nn
 from unbroken.cli import start as entry
 from unbroken.cli.moved_names import with_names_of_now
@@ -41,6 +40,8 @@ from unbroken.trust.places import is_inside, is_place
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger, is_allowed
 from unbroken.trust.torch_file import read_file
+
+from tests.commands import checkpoint
 
 THEIRS = "checkpoints/theirs/best.ckpt"
 CANARY = "canary"

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.commands import TINY, run
-from tests.planted import PLANTED, Averages, Objects, Plain, Unseeded, table
 from unbroken.testing import assert_resumes_exactly
 from unbroken.verifying.digests import of_tensor
 from unbroken.verifying.held_values import HeldValues
 from unbroken.verifying.kills import ACCUMULATED, EDGE, INSIDE, VALIDATION, choose
+
+from tests.commands import TINY, run
+from tests.planted import PLANTED, Averages, Objects, Plain, Unseeded, table
 
 STEPS = 12
 

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from tests.commands import SMALL, checkpoint, command, facts_of_a_short_run, run, start, summary
 from unbroken.cli import trainer_flags as engine_trainer
 from unbroken.cli.trainer_flags import build_trainer
 from unbroken.machine import threads
 from unbroken.machine import waiting as module
 from unbroken.machine.waiting import Shares, Waiting, waiting
 from unbroken.run.progress import closing_lines
+
+from tests.commands import SMALL, checkpoint, command, facts_of_a_short_run, run, start, summary
 
 
 @pytest.fixture(autouse=True)

@@ -23,6 +23,17 @@ import wandb
 import yaml
 from lightning.pytorch import LightningModule, Trainer
 from numerals.fit import job as fit
+from torch.utils.data import DataLoader
+from unbroken.checkpoint.following import Best
+from unbroken.cli.program import Program
+from unbroken.errors import UserError
+from unbroken.loggers import wandb as wandb_logging
+from unbroken.loggers.wandb import WandbRunLogger, make_wandb_logger, sync_command
+from unbroken.results.facts import Summary
+from unbroken.results.run_result import RunResult as RunRecord
+from unbroken.run_folder import RunFolder as Run
+from unbroken.stopping import signals
+
 from tests.commands import (
     REPORTED,
     SMALL,
@@ -38,16 +49,6 @@ from tests.commands import (
 )
 from tests.reported import MONITORED, of_type, reported_run, wandb_folders, wandb_records
 from tests.wandb_server import StandIn
-from torch.utils.data import DataLoader
-from unbroken.checkpoint.following import Best
-from unbroken.cli.program import Program
-from unbroken.errors import UserError
-from unbroken.loggers import wandb as wandb_logging
-from unbroken.loggers.wandb import WandbRunLogger, make_wandb_logger, sync_command
-from unbroken.results.facts import Summary
-from unbroken.results.run_result import RunResult as RunRecord
-from unbroken.run_folder import RunFolder as Run
-from unbroken.stopping import signals
 
 EVERY_CPU_METRIC = {
     *("train/loss", "train/accuracy", "val/loss", "val/accuracy", "test/loss", "test/accuracy"),

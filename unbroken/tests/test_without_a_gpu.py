@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import Precision
-from tests.monitored import Linear
-from tests.own_environment import REPOSITORY, SEARCHED, no_surprises
 from torch import nn
 from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.checkpoint.shared_buffers import share_buffers
@@ -30,6 +28,9 @@ from unbroken.run.final_test import final_test, float32_products
 from unbroken.stopping import ranks
 from unbroken.stopping.stop import Agreement
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO, NotPlain
+
+from tests.monitored import Linear
+from tests.own_environment import REPOSITORY, SEARCHED, no_surprises
 
 # TF32: older and newer switches.
 

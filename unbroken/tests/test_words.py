@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from numerals.fit import job as fit
-from tests.commands import TINY
 from unbroken.cli import words
 from unbroken.cli.start import Terminal
 from unbroken.cli.typed import CommandLine
 from unbroken.errors import UserError
 from unbroken.run import progress
 from unbroken.stopping import ranks
+
+from tests.commands import TINY
 
 
 @pytest.fixture

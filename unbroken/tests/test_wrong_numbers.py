@@ -10,10 +10,11 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from numerals.fit import job as fit
-from tests.commands import summary
 from torch import nn
 from unbroken.cli import start as entry
 from unbroken.run import wrong_numbers
+
+from tests.commands import summary
 
 QUICK = ["--model.class_path", "tests.typed_settings.Typed"]
 QUICK += ["--data.class_path", "tests.typed_settings.Numbers", "--accelerator", "cpu"]

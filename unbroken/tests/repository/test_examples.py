@@ -18,6 +18,9 @@ import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
 from numerals.fit import job as fit
+from unbroken.cli import start as entry
+
+from tests import made_data
 from tests.commands import checkpoint, complete
 from tests.example_packages import LACKING, NEEDS
 from tests.promises import (
@@ -27,9 +30,6 @@ from tests.promises import (
     TaskSuite,
     environment,
 )
-from unbroken.cli import start as entry
-
-from tests import made_data
 
 CONFIGS = ROOT / "configs" / "examples"
 EXAMPLES = sorted(CONFIGS.glob("*.py"))

@@ -11,6 +11,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+
 from tests.own_environment import REPOSITORY
 
 # and a result of each

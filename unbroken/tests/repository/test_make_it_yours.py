@@ -14,10 +14,11 @@ import pytest
 import torch
 import wandb
 from numerals.fit import job as fit
+from unbroken.cli import start as entry
+
 from tests.commands import checkpoint, complete, rows, summary
 from tests.promises import ROOT
 from tests.reported import of_type, wandb_folders, wandb_records
-from unbroken.cli import start as entry
 
 PAGE = (ROOT / "docs" / "make_it_yours.md").read_text(encoding="utf-8")
 

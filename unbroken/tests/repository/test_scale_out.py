@@ -20,8 +20,6 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from tests.commands import TORCHRUN, rows
-from tests.promises import ROOT
 from torch.distributed import TCPStore
 from unbroken.cli.cli import configure
 from unbroken.cli.trainer_flags import build_trainer, trainer_flags
@@ -30,6 +28,8 @@ from unbroken.stopping.ranks import meet, of_all_ranks
 from unbroken.storage.checkpoint_files import read
 
 from project.fit import job as fit
+from tests.commands import TORCHRUN, rows
+from tests.promises import ROOT
 
 ANY_TORCHRUN = [sys.executable, *TORCHRUN[:2]]
 TIMEOUT = 200

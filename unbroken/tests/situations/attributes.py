@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule
-from tests.situations.situation import Task, add, table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 from torchmetrics import MeanMetric
 from unbroken.tasks.supervised import SupervisedModule
+
+from tests.situations.situation import Task, add, table
 
 
 class Collects(Task):

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule
-from tests.situations.situation import Keeps, Manual, Task, add, table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+from tests.situations.situation import Keeps, Manual, Task, add, table
 
 
 def lowers_rates(module: LightningModule) -> None:

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import CombinedLoader
-from tests.situations.situation import Keeps, Task, add, table
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -28,6 +27,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
     random_split,
 )
+
+from tests.situations.situation import Keeps, Task, add, table
 
 
 class Noisy(Dataset[Any]):

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torchmetrics
-from tests.situations.situation import Task, add, table
 from torch import Tensor
 from torch.utils.data import DataLoader
+
+from tests.situations.situation import Task, add, table
 
 
 class LogsEveryWay(Task):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader
+
 from tests.situations.hooks import (
     ACTS,
     ExtraState,
@@ -15,8 +18,6 @@ from tests.situations.optimizers import Accumulates
 from tests.situations.schedules import follows
 from tests.situations.situation import Manual, Task, add
 from tests.situations.user_callbacks import counts_at
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
-from torch.utils.data import DataLoader
 
 steps = {"max_steps": 10}
 

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.situations.situation import Manual, Task, add, table
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
+
+from tests.situations.situation import Manual, Task, add, table
 
 
 def trains_with(make: Callable[[Any], Optimizer]) -> Callable[[], Task]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tests.situations.situation import Manual, Task, add
 from torch import nn
+
+from tests.situations.situation import Manual, Task, add
 
 add("plain", Task)
 add("accumulates_2", Task, accumulate_grad_batches=2)

@@ -6,12 +6,13 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from torch.utils.data import DataLoader, IterableDataset
+
 from tests.situations.hooks import ForwardMean, OwnState, Rate
 from tests.situations.loaders import Noisy, StreamWithState, reads
 from tests.situations.logged import LogsEveryWay, Wrapped
 from tests.situations.optimizers import Accumulates
 from tests.situations.situation import Task, add, table
-from torch.utils.data import DataLoader, IterableDataset
 
 add("two_ranks", Task, ranks=2)
 add(

@@ -23,7 +23,6 @@ import torch
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.trainer import call
-from tests.situations.situation import SITUATIONS, Situation
 from torch.utils._pytree import tree_leaves
 from unbroken import ExactCheckpoint
 from unbroken.parts.generators import random_state
@@ -32,6 +31,7 @@ from unbroken.parts.plain_values import copied
 from unbroken.parts.rows import MetricRows
 
 import tests.situations
+from tests.situations.situation import SITUATIONS, Situation
 
 
 class Rows(Logger):

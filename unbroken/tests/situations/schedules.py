@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tests.situations.situation import Task, add
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -26,6 +25,8 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 from torch.optim.swa_utils import SWALR
+
+from tests.situations.situation import Task, add
 
 
 def follows(make: Callable[[Optimizer], Any], **config: Any) -> Callable[[], Task]:

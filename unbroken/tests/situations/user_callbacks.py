@@ -21,9 +21,10 @@ from lightning.pytorch.callbacks import (
     Timer,
     WeightAveraging,
 )
-from tests.situations.situation import Keeps, Task, add
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from tests.situations.situation import Keeps, Task, add
 
 add("ema", Task, callbacks=lambda: [EMAWeightAveraging(decay=0.9)])
 add(

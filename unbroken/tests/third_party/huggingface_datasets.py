@@ -8,8 +8,9 @@ from typing import Any
 
 import datasets
 from lightning.pytorch import LightningDataModule
-from tests.third_party.regression import TRAINING_SAMPLES, table, validation_loader
 from torch.utils.data import DataLoader
+
+from tests.third_party.regression import TRAINING_SAMPLES, table, validation_loader
 
 
 def training_table() -> datasets.Dataset:

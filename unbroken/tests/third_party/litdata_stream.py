@@ -7,8 +7,9 @@ from typing import Any
 
 import litdata
 from lightning.pytorch import LightningDataModule
-from tests.third_party.regression import TRAINING_SAMPLES, table, validation_loader
 from torch.utils.data import DataLoader
+
+from tests.third_party.regression import TRAINING_SAMPLES, table, validation_loader
 
 FOLDER = Path("litdata_chunks")
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningDataModule
-from tests.third_party.regression import TRAINING_SAMPLES, table, validation_loader
 from torch import Tensor
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
+
+from tests.third_party.regression import TRAINING_SAMPLES, table, validation_loader
 
 
 class WithNoise(Dataset[tuple[Tensor, Tensor]]):

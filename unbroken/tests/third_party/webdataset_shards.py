@@ -8,9 +8,10 @@ from typing import Any
 import torch
 import webdataset
 from lightning.pytorch import LightningDataModule
-from tests.third_party.regression import TRAINING_SAMPLES, table, validation_loader
 from torch import Tensor
 from torch.utils.data import DataLoader
+
+from tests.third_party.regression import TRAINING_SAMPLES, table, validation_loader
 
 FOLDER = Path("shards")
 SHARDS = 4
