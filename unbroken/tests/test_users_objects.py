@@ -295,13 +295,13 @@ def test_a_data_set_that_grows_is_told(capsys: pytest.CaptureFixture[str]) -> No
     assert "module.pool changes in training" in told(capsys)
 
 
-class Compiled(nn.Linear):
-    """Is of a class like that of a compiled module."""
-
-    __module__ = "torch._dynamo.somewhere"
-
-
 def test_a_compiled_teacher_comes_back() -> None:
+    # Here, because the help of a command imports the modules of all classes that a file defines.
+    class Compiled(nn.Linear):
+        """Is of a class like that of a compiled module."""
+
+        __module__ = "torch._dynamo.somewhere"
+
     values = []
     for is_changed in (True, False):
         module = Module()
