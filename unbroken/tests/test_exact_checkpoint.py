@@ -27,7 +27,7 @@ from lightning.pytorch.callbacks import (
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from unbroken import ExactCheckpoint, Part, Stopped
-from unbroken.checkpoint import exact_checkpoint
+from unbroken.checkpoint import ending
 from unbroken.errors import UserError
 from unbroken.seams import HOOKS_OF_BATCHES
 
@@ -568,7 +568,7 @@ def test_slurms_signal_in_the_first_validation_queues_the_job_again(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queued: list[int] = []
-    monkeypatch.setattr(exact_checkpoint, "requeue_job", lambda: queued.append(1))
+    monkeypatch.setattr(ending, "requeue_job", lambda: queued.append(1))
     before = signal.getsignal(signal.SIGUSR1)
     keep = ExactCheckpoint("r", requeue_signal=signal.SIGUSR1)
     trainer = Trainer(

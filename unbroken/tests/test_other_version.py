@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from lightning.pytorch import Trainer
 from unbroken import ExactCheckpoint, __version__
-from unbroken.checkpoint import exact_checkpoint
+from unbroken.checkpoint import saving
 from unbroken.checkpoint.other_version import note_of_version
 from unbroken.errors import UserError
 from unbroken.results.facts import versions
@@ -39,7 +39,7 @@ def test_a_checkpoint_and_a_summary_name_the_version(tmp_path: Path) -> None:
 def test_a_resume_by_another_version_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(exact_checkpoint, "__version__", "0.1.7")
+    monkeypatch.setattr(saving, "__version__", "0.1.7")
     train(tmp_path, epochs=1)
     capsys.readouterr()
     train(tmp_path, epochs=2)
@@ -50,7 +50,7 @@ def test_a_resume_by_another_version_says_so(
 def test_a_resume_by_another_major_version_is_refused_and_changes_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exact_checkpoint, "__version__", "7.0.0")
+    monkeypatch.setattr(saving, "__version__", "7.0.0")
     train(tmp_path, epochs=1)
     before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
     with pytest.raises(UserError, match=r"saved by unbroken 7\.0\.0, .* Install 7\.0\.0 again"):

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricTracker, MinMaxMetric
+from unbroken.checkpoint.following import Best, Following
 from unbroken.loading import ExactLoading
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.parts import all_parts
@@ -24,7 +25,7 @@ from unbroken.parts.held import held_by_users as held
 from unbroken.parts.held import is_object
 from unbroken.parts.hyperparameters import StartingHyperparameters, apply_changes, with_changes
 from unbroken.parts.loaders import LoaderPositions
-from unbroken.parts.loops import EarlyStop, ValidatedBatches, clean_counters
+from unbroken.parts.loops import EarlyStop, ValidatedBatches, WasValidated, clean_counters
 from unbroken.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
 from unbroken.parts.module import (
     EvalModes,
@@ -83,10 +84,11 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     loading = ExactLoading(0)
     own = MetricRows(SimpleNamespace())  # type: ignore[arg-type]
     starting = StartingHyperparameters()
+    asked = (Following(Best()), WasValidated())
     noted = (LoaderPositions(loading), PlainBuffers(), starting)
-    parts = all_parts(*noted, UsersObjects(), [own])
+    parts = all_parts(*asked, *noted, UsersObjects(), [own])
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 16
+    assert len(names) == len(set(names)) == 18
     assert isinstance(parts[-1], RandomGenerators)
 
 

@@ -14,9 +14,11 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from unbroken import ExactCheckpoint
+from unbroken.checkpoint.interval import Interval
 from unbroken.errors import NotSaved
 from unbroken.storage import checkpoint_files, files, run_files
 from unbroken.storage.files import NotWritten, copy_atomically
+from unbroken.storage.run_files import Costs
 from unbroken.storage.staging import Staging, bytes_in
 from unbroken.storage.writer import Writer
 
@@ -153,14 +155,13 @@ def test_what_a_write_in_the_background_raises_ends_the_run(
 
 
 def test_saves_that_cost_too_much_come_less_often_and_a_line_says_so_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    keep = ExactCheckpoint(tmp_path, every="60s")
-    costs = keep.files.costs
-    assert keep._interval() == 60
-    costs.write_seconds, costs.last_wait_seconds = 4.1, 0.3
-    assert keep._interval() == pytest.approx(220)
-    assert keep._interval() == pytest.approx(220)
+    interval = Interval.of("60s")
+    assert interval.seconds_with(Costs()) == 60
+    costs = Costs(last_wait_seconds=0.3, last_background_seconds=4.1)
+    assert interval.seconds_with(costs) == pytest.approx(220)
+    assert interval.seconds_with(costs) == pytest.approx(220)
     told = capsys.readouterr().out
     assert told == (
         "a save takes 4.1 s of writing and 0.3 s of waiting: every 220 s in the place of every"

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 from numerals.fit import job as fit
-from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
-from unbroken.checkpoint.following import Best
+from unbroken.checkpoint.ending import Ending
+from unbroken.checkpoint.own_folder import OwnFolder
 from unbroken.stopping.stop import SAVE_DUE, Agreement
 
 from tests.commands import (
@@ -208,14 +208,8 @@ def test_ranks_agree_a_step_later_and_at_the_end_at_once(
     }
     for name, answer in answers.items():
         monkeypatch.setattr(f"torch.distributed.{name}", answer)
-    ending = ExactCheckpoint(tmp_path)
-    ending.best = Best("val/loss", score=1.0)
-    stops: list[int] = []
-    monkeypatch.setattr(ending, "_take", lambda trainer, place: None)
-    monkeypatch.setattr(ending, "_save_and_stop", lambda *_, **__: stops.append(ending._request))
-    ending.agreement = agreement
-    trainer: Any = SimpleNamespace(
-        callback_metrics={"val/loss": 1.0}, current_epoch=1, limit_val_batches=1
-    )
-    ending.training_ends(trainer)
-    assert stops == [signal.SIGINT]
+    ending = Ending(OwnFolder(tmp_path, None, None), None)
+    ending._agreement = agreement
+    ending.agree_at_the_end()
+    assert ending.request == signal.SIGINT
+    assert ending.is_asked_for

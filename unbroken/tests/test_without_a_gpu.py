@@ -18,9 +18,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import Precision
 from torch import nn
-from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 from unbroken.checkpoint.shared_buffers import share_buffers
-from unbroken.checkpoint.snapshot import Snapshot
 from unbroken.errors import UserError
 from unbroken.lightning_internals import average_on_the_device, averaged_models
 from unbroken.results.facts import git_state
@@ -28,6 +26,7 @@ from unbroken.run.final_test import final_test, float32_products
 from unbroken.stopping import ranks
 from unbroken.stopping.stop import Agreement
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO, NotPlain
+from unbroken.storage.run_files import RunFiles
 
 from tests.monitored import Linear
 from tests.own_environment import REPOSITORY, SEARCHED, no_surprises
@@ -224,7 +223,7 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
 
     def save_checkpoint(path: Path, weights_only: bool) -> None:
         if rank == 0:
-            AtomicCheckpointIO().save_checkpoint({}, path)
+            strategy.checkpoint_io.save_checkpoint({}, path)
         dist.barrier()  # Lightning's, at the end of every save
 
     strategy = SimpleNamespace(barrier=dist.barrier, checkpoint_io=AtomicCheckpointIO())
@@ -232,14 +231,13 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
         save_checkpoint=save_checkpoint,
         strategy=strategy,
         is_global_zero=rank == 0,
-        global_step=1,
         precision_plugin=Precision(),
         datamodule=None,
     )
-    checkpoint = ExactCheckpoint(folder)
-    checkpoint.agreement = Agreement(2)
+    group = Agreement(2).group
+    nothing: dict[str, Any] = {"is_best": False, "is_last": True, "add_state": dict}
     try:
-        checkpoint._save(trainer, Snapshot("batch"), can_go_on=True)
+        RunFiles(folder).write(trainer, group=group, when_saved=lambda: None, **nothing)
         told.put((rank, None))
     except Exception as error:
         told.put((rank, f"{type(error).__name__}: {error}"))

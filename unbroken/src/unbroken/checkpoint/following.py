@@ -9,9 +9,11 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from unbroken import contract
-from unbroken.errors import require
+from unbroken.errors import UserError, require
+from unbroken.parts.part import Part
+from unbroken.stopping.ranks import of_all_ranks, say
 
 Mode = Literal["min", "max"]
 # Where nobody names a metric, the first of these that is logged is followed.
@@ -73,6 +75,12 @@ class Best:
         is_cost = COSTS.search((self.monitor or "").lower()) is not None
         return "min" if is_cost else "max"
 
+    def assumptions(self) -> list[str]:
+        """A line where the direction of a metric that was named is taken from its name."""
+        if not self.asked or self.named_mode is not None:
+            return []
+        return [f"--mode {self.mode} is taken for {self.monitor}, by its name."]
+
     def take(self, logged: dict[str, Any], epoch: int) -> bool:
         """Note a value; returns whether it is the best so far.
 
@@ -102,6 +110,10 @@ class Best:
         self.epoch = None
         self.metrics = {}
 
+    def is_that_of(self, state: dict[str, Any]) -> bool:
+        """Whether this best is the one whose :meth:`state_dict` was saved."""
+        return bool((state["score"], state["epoch"]) == (self.score, self.epoch))
+
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
         return {
@@ -122,3 +134,80 @@ class Best:
         if is_the_same:
             for name, value in kept.items():
                 setattr(self, name, value)
+
+
+class Following(Part):
+    """Compares what a training logs with the best so far.
+
+    Checkpoints hold whether validations log the followed metric: a metric that training logs under
+    the same name is then another one.
+
+    Args:
+        best: The best so far.
+    """
+
+    name = "followed"
+    of_each_rank = False
+
+    def __init__(self, best: Best) -> None:
+        self.best = best
+        # Whether the best is new, and best.ckpt does not hold it yet.
+        self.is_new = False
+        # None before the first validation.
+        self._in_validations: bool | None = None
+
+    def take(self, trainer: Trainer) -> bool | None:
+        return self._in_validations
+
+    def give_back(self, trainer: Trainer, value: bool | None) -> None:
+        self._in_validations = value
+
+    def validation_is_over(self, trainer: Trainer, group: Any) -> None:
+        """Compare what the validation has logged."""
+        logged = logged_by_rank_zero(trainer, group)
+        if self.best.take(logged, trainer.current_epoch):
+            self.is_new = True
+        self._in_validations = bool(self._in_validations) or self.best.monitor in logged
+
+    def epoch_is_over(self, trainer: Trainer, group: Any) -> None:
+        """Compare what the training has logged, where no validation logs what is followed.
+
+        Raises:
+            UserError: Nobody logs it.
+        """
+        best = self.best
+        if self._in_validations or not best.asked:
+            # What is followed comes from validations, or nobody has named it.
+            return
+        logged = logged_by_rank_zero(trainer, group)
+        is_typed_without_validation = best.asked == "typed" and not trainer.enable_validation
+        must_be_there = self._in_validations is not None or is_typed_without_validation
+        if must_be_there and best.monitor not in logged:
+            names = ", ".join(sorted(logged))
+            raise UserError(f"--monitor must be logged, got {best.monitor}. Logged: {names}.")
+        if best.take(logged, trainer.current_epoch - 1):
+            self.is_new = True
+
+    def training_is_over(self, trainer: Trainer, group: Any, saves: bool) -> None:
+        """Compare once more. Where no metric was followed, the last is the best."""
+        self.epoch_is_over(trainer, group)
+        if self.best.score is not None:
+            return
+        self.is_new = True
+        if saves and self.best.monitor is None and trainer.callback_metrics:
+            names = ", ".join(sorted(trainer.callback_metrics))
+            say(
+                "no metric was followed, so best.ckpt is the last."
+                f" Name one of those that are logged with --monitor: {names}."
+            )
+
+
+def logged_by_rank_zero(trainer: Trainer, group: Any) -> dict[str, Any]:
+    """The latest logged values. All ranks get rank zero's: a value that is not shared differs among
+    them, and only together can they save a new best.
+    """
+    if trainer.world_size == 1:
+        return trainer.callback_metrics
+    mine = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    found: dict[str, Any] = of_all_ranks(mine, group)[0]
+    return found

@@ -8,15 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from unbroken import lightning_internals
-from unbroken.checkpoint.snapshot import EXTRA_STATE, give_extra_states
+from unbroken.checkpoint.cut_epoch import go_inside
 from unbroken.loading import ExactLoading, Start
 from unbroken.parts.loops import Place
-from unbroken.parts.module import give_plain_buffers
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.storage.checkpoint_files import RUN_KEY
@@ -56,8 +54,7 @@ class Resume:
         inside = state.pop("inside_epoch", None)
         if inside is not None and not should_stop and has_more_steps(trainer, checkpoint):
             state = inside["state"]
-            checkpoint["loops"]["fit_loop"] = inside["loops"]
-            put_back_inside(trainer, checkpoint, inside)
+            go_inside(trainer, checkpoint, inside)
         ranks = state.pop("ranks")
         place = state.pop("place")
         samples_per_batch = state.pop("samples_per_batch")
@@ -132,45 +129,6 @@ class Resume:
         loading.notes.append(f"{change}: it goes on from the right sample, not exactly.")
 
 
-def put_back_inside(trainer: Trainer, checkpoint: dict[str, Any], inside: dict[str, Any]) -> None:
-    """Let Lightning's own entries be those of inside the epoch, also where they are loaded already.
-
-    Lightning loads callbacks last. The module and the data module have been loaded by now.
-    """
-    entries = inside["entries"]
-    checkpoint["callbacks"].update(entries["callbacks"])
-    module = trainer.lightning_module
-    buffers = dict(entries["state_dict"])
-    extra = {name: buffers.pop(name) for name in list(buffers) if name.endswith(EXTRA_STATE)}
-    give_plain_buffers(module, buffers)
-    give_extra_states(module, extra)
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    if data is not None and entries.get(type(data).__qualname__):
-        data.load_state_dict(entries[type(data).__qualname__])
-    if inside["training"]:
-        put_back_training(module, checkpoint, inside["training"])
-    if inside["added"]:
-        checkpoint.update(inside["added"])
-        module.on_load_checkpoint(checkpoint)
-
-
-def put_back_training(
-    module: LightningModule, checkpoint: dict[str, Any], training: dict[str, Any]
-) -> None:
-    """Let weights, rates and schedules be those before the hooks of the epoch's end.
-
-    Lightning loads optimizers and schedules later, from the checkpoint.
-    """
-    with torch.no_grad():
-        for name, value in training["weights"].items():
-            module.get_parameter(name).copy_(value)
-    states = checkpoint["optimizer_states"]
-    for state, groups in zip(states, training["groups"], strict=True):
-        for group, before in zip(state["param_groups"], groups, strict=False):
-            group.update(before)
-    checkpoint["lr_schedulers"] = training["schedules"]
-
-
 def has_more_steps(trainer: Trainer, checkpoint: dict[str, Any]) -> bool:
     """Whether the Trainer's ``max_steps`` is not reached."""
     return trainer.max_steps == -1 or checkpoint["global_step"] < trainer.max_steps
@@ -187,6 +145,18 @@ def epoch_of(checkpoint: dict[str, Any], place: Place) -> int:
     return int(epochs["current"]["processed"])
 
 
+def start_of_anothers(checkpoint: dict[str, Any]) -> Start:
+    """Where training goes on from a checkpoint that was saved from outside, such as by
+    ``trainer.save_checkpoint`` or ModelCheckpoint.
+    """
+    loops = checkpoint["loops"]["fit_loop"]
+    epochs = loops["epoch_progress"]["current"]
+    if epochs["completed"] == epochs["ready"]:
+        # No epoch had begun. The batches are those of the epoch before.
+        return Start(checkpoint["epoch"])
+    return Start(checkpoint["epoch"], loops["epoch_loop.batch_progress"]["current"]["ready"])
+
+
 def uses_hooks(trainer: Trainer) -> bool:
     """Whether the module or a callback of the user's has a hook that a resumed run calls again."""
     parts = [trainer.lightning_module, *users_callbacks(trainer)]
@@ -198,7 +168,7 @@ def call_epoch_start_again(trainer: Trainer) -> None:
     goes on.
 
     It brings what they set for an epoch, such as frozen layers in eval mode. Lightning leaves the
-    hook out there. What else they do is undone by :class:`BeforeHooks` in snapshot.py.
+    hook out there. What else they do is undone: see noted.py.
     """
     module = trainer.lightning_module
     again = users_callbacks(trainer)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import LoaderPositions
-from unbroken.parts.loops import EarlyStop, ValidatedBatches
+from unbroken.parts.loops import EarlyStop, ValidatedBatches, WasValidated
 from unbroken.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
 from unbroken.parts.module import (
     EvalModes,
@@ -26,6 +26,8 @@ from unbroken.parts.users_objects import UsersObjects
 
 
 def all_parts(
+    followed: Part,
+    was_validated: WasValidated,
     positions: LoaderPositions,
     buffers: PlainBuffers,
     hyperparameters: StartingHyperparameters,
@@ -35,7 +37,10 @@ def all_parts(
     """Every part, in the order in which they are taken and given back.
 
     Args:
-        positions: These four note something as training begins, so that the caller makes them.
+        followed: Whether validations log the metric that is followed. Others ask these six parts,
+            or tell them something, so that the caller makes them.
+        was_validated: See above.
+        positions: See above.
         buffers: See above.
         hyperparameters: See above.
         objects: See above.
@@ -48,6 +53,8 @@ def all_parts(
         LoggedSums(),
         CallbackMetrics(),
         ValidatedBatches(),
+        was_validated,
+        followed,
         positions,
         buffers,
         Gradients(),

@@ -23,6 +23,23 @@ class ValidatedBatches(Part):
         lightning_internals.validated_batches(trainer).update(value)
 
 
+class WasValidated(Part):
+    """Whether a validation has followed the last batch, which ended an optimizer step."""
+
+    name = "was_validated"
+    of_each_rank = False
+    changes_in_validation = False
+
+    def __init__(self) -> None:
+        self.is_so = False
+
+    def take(self, trainer: Trainer) -> bool:
+        return self.is_so
+
+    def give_back(self, trainer: Trainer, value: bool) -> None:
+        self.is_so = value
+
+
 class EarlyStop(Part):
     """Whether a callback has asked the Trainer to stop early.
 

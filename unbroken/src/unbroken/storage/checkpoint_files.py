@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,13 +60,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self) -> None:
         self._is_proved = False
-        # Entries that Lightning restores itself, beside its usual ones. A run cannot do without.
-        self.restored: set[str] = set()
-        # What the engine has added to the checkpoint that is saved now. None: it has added nothing.
-        self.record: dict[str, Any] | None = None
-        # Takes a plain checkpoint and its path in the place of writing it here. None: it is written
-        # when :meth:`save_checkpoint` returns.
-        self.hand_over: Callable[[dict[str, Any], Path], None] | None = None
         self._has_told_left_out = False
 
     def save_checkpoint(
@@ -75,20 +68,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """Write ``checkpoint`` to ``path``. Its own containers are changed, never those of the
         run's objects.
         """
-        target = Path(path)
-        # A ModelCheckpoint that the user added may name a new folder.
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if self.record is not None and checkpoint.get(RUN_KEY) is not self.record:
-            raise UserError(
-                f"a checkpoint's entry {RUN_KEY!r} is this project's, and on_save_checkpoint of the"
-                " module or of a callback has set it. Give that entry another name."
-            )
-        make_hyperparameters_plain(checkpoint)
-        self._make_plain(checkpoint)
-        if self.hand_over is not None:
-            self.hand_over(checkpoint, target)
-        else:
-            self.write(checkpoint, target)
+        self.make_plain(checkpoint)
+        self.write(checkpoint, Path(path))
 
     def write(self, checkpoint: dict[str, Any], target: Path) -> None:
         """Write a plain checkpoint, which nobody changes meanwhile.
@@ -99,25 +80,29 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         """
         if record_in(checkpoint):
             sign(checkpoint)
+        # A ModelCheckpoint that the user added may name a new folder.
+        target.parent.mkdir(parents=True, exist_ok=True)
         with written_atomically(target) as beside:
             save_to(checkpoint, beside)
             if not self._is_proved:
                 prove_it_can_be_read(beside, target)
                 self._is_proved = True
 
-    def _make_plain(self, checkpoint: dict[str, Any]) -> None:
+    def make_plain(self, checkpoint: dict[str, Any], needed: Collection[str] = frozenset()) -> None:
         """Let a checkpoint hold plain values only.
 
         What the user's own ``on_save_checkpoint`` has added is left out where it holds objects: the
-        module that a resumed run makes has them, too. Elsewhere they are NotPlain.
+        module that a resumed run makes has them, too. In Lightning's entries, and in those that are
+        ``needed``, they are NotPlain.
         """
+        make_hyperparameters_plain(checkpoint)
         # The names of entries, and the place of what is no plain value in them.
         left_out: dict[str, str] = {}
         for key, value in checkpoint.items():
             try:
                 checkpoint[key] = made_plain(value, key)
             except NotPlain as error:
-                if key in ENTRIES_OF_A_RUN or key in self.restored:
+                if key in ENTRIES_OF_A_RUN or key in needed:
                     raise
                 left_out[key] = str(error).partition(" is ")[0]
         for key in left_out:
@@ -139,6 +124,48 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         is in memory.
         """
         return read(Path(path), mapped=False)
+
+
+class OneSave(TorchCheckpointIO):
+    """The Trainer's way to the disk while the engine saves once.
+
+    Args:
+        writer: Makes the checkpoint plain.
+        needed: Entries that Lightning restores itself, beside its usual ones. A run cannot do
+            without.
+        add_state: Puts what a resume needs into Lightning's checkpoint; returns this project's
+            entry of it.
+        write: Takes the plain checkpoint and its path.
+    """
+
+    def __init__(
+        self,
+        writer: AtomicCheckpointIO,
+        needed: Collection[str],
+        add_state: Callable[[dict[str, Any]], dict[str, Any]],
+        write: Callable[[dict[str, Any], Path], None],
+    ) -> None:
+        self._writer = writer
+        self._needed = needed
+        self._add_state = add_state
+        self._write = write
+        self._record: dict[str, Any] | None = None
+
+    def add_state(self, checkpoint: dict[str, Any]) -> None:
+        """Called before the user's own ``on_save_checkpoint``, with Lightning's checkpoint."""
+        self._record = self._add_state(checkpoint)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Take the whole checkpoint, on rank zero. Its own containers are changed."""
+        if checkpoint.get(RUN_KEY) is not self._record:
+            raise UserError(
+                f"a checkpoint's entry {RUN_KEY!r} is this project's, and on_save_checkpoint of the"
+                " module or of a callback has set it. Give that entry another name."
+            )
+        self._writer.make_plain(checkpoint, self._needed)
+        self._write(checkpoint, Path(path))
 
 
 def sign(checkpoint: dict[str, Any]) -> None:

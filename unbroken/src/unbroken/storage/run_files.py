@@ -13,6 +13,7 @@ from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.storage.checkpoint_files import (
     AtomicCheckpointIO,
     NotPlain,
+    OneSave,
     damage,
     read_or_reason,
     record_in,
@@ -37,8 +38,6 @@ class RunFiles:
         self.last = folder / "last.ckpt"
         # Why nothing is saved at the moment. None: the newest save is on the disk.
         self.trouble: str | None = None
-        # Called when the files of a save are on the disk, with what :meth:`write` was given.
-        self.is_saved: Callable[[Any], None] = lambda saved: None
         # Writes where the Trainer has another way.
         self._own_io = AtomicCheckpointIO()
         self._writer = Writer()
@@ -70,7 +69,14 @@ class RunFiles:
         return path
 
     def write(
-        self, trainer: Trainer, is_best: bool, is_last: bool, group: Any, saved: Any = None
+        self,
+        trainer: Trainer,
+        *,
+        is_best: bool,
+        is_last: bool,
+        group: Any,
+        add_state: Callable[[dict[str, Any]], dict[str, Any]],
+        when_saved: Callable[[], None],
     ) -> None:
         """Save the state that the Trainer has now. Every rank calls it; rank zero writes.
 
@@ -81,7 +87,8 @@ class RunFiles:
             is_best: Whether ``best.ckpt`` is written. Else ``last.ckpt`` is.
             is_last: Whether a new best becomes ``last.ckpt``, too.
             group: The ranks' group in CPU memory.
-            saved: Handed to :attr:`is_saved`.
+            add_state: See :class:`OneSave`.
+            when_saved: Called on rank zero when the files are on the disk.
 
         Raises:
             UserError: On all ranks, with one line, where the state cannot be saved at all.
@@ -89,15 +96,14 @@ class RunFiles:
         failure = None
         begun = time.perf_counter()
         theirs = trainer.strategy.checkpoint_io
-        atomic = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
+        writer = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
 
-        def hand_over(checkpoint: dict[str, Any], target: Path) -> None:
-            self._save(atomic, checkpoint, is_best and is_last, target, saved)
+        def write(checkpoint: dict[str, Any], target: Path) -> None:
+            self._begin_to_write(writer, checkpoint, target, is_best and is_last, when_saved)
 
+        one_save = OneSave(writer, restored_by_lightning(trainer), add_state, write)
         try:
-            trainer.strategy.checkpoint_io = atomic
-            atomic.restored = restored_by_lightning(trainer)
-            atomic.hand_over = hand_over
+            trainer.strategy.checkpoint_io = one_save
             trainer.save_checkpoint(self.best if is_best else self.last, weights_only=False)
         except (UserError, NotPlain) as error:
             # Rank zero writes, and the others wait for it at the end of save_checkpoint. If the
@@ -106,8 +112,6 @@ class RunFiles:
             trainer.strategy.barrier()
         finally:
             trainer.strategy.checkpoint_io = theirs
-            atomic.record = None
-            atomic.hand_over = None
             self.costs.last_wait_seconds = time.perf_counter() - begun
             self.costs.wait_seconds += self.costs.last_wait_seconds
         failures = [reason for reason in of_all_ranks(failure, group) if reason]
@@ -117,44 +121,53 @@ class RunFiles:
                 raise UserError(f"{reason}. The run has stopped; nothing was saved.")
             raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
 
-    def _save(
+    def _begin_to_write(
         self,
-        atomic: AtomicCheckpointIO,
+        writer: AtomicCheckpointIO,
         checkpoint: dict[str, Any],
-        also_last: bool,
         target: Path,
-        saved: Any,
+        also_last: bool,
+        when_saved: Callable[[], None],
     ) -> None:
         """Write a plain checkpoint now, or copy it and let the thread write it."""
         self._writer.wait()
         size = bytes_in(checkpoint)
         self.costs.bytes = size
-
-        def write(checkpoint: dict[str, Any]) -> None:
-            begun = time.perf_counter()
-            try:
-                atomic.write(checkpoint, target)
-                if also_last:
-                    # The best comes first: a run that is killed in between repeats the steps to
-                    # the best.
-                    copy_atomically(self.best, self.last)
-            except NotWritten as error:
-                self._note_trouble(str(error))
-            else:
-                self._note_success()
-                self.is_saved(saved)
-            self.costs.write_seconds = time.perf_counter() - begun
-
         if size < WRITTEN_AT_ONCE:
-            write(checkpoint)
+            self._write(writer, checkpoint, target, also_last, when_saved)
+            self.costs.last_background_seconds = 0.0
             return
         staged = self._staging.copy(checkpoint)
 
         def write_staged() -> None:
             self._staging.wait()
-            write(staged)
+            self._write(writer, staged, target, also_last, when_saved)
+            self.costs.last_background_seconds = self.costs.write_seconds
 
         self._writer.begin(write_staged)
+
+    def _write(
+        self,
+        writer: AtomicCheckpointIO,
+        checkpoint: dict[str, Any],
+        target: Path,
+        also_last: bool,
+        when_saved: Callable[[], None],
+    ) -> None:
+        """Bring a checkpoint that nobody changes meanwhile to the disk. It may fail for a while."""
+        begun = time.perf_counter()
+        try:
+            writer.write(checkpoint, target)
+            if also_last:
+                # The best comes first: a run that is killed in between repeats the steps to the
+                # best.
+                copy_atomically(self.best, self.last)
+        except NotWritten as error:
+            self._note_trouble(str(error))
+        else:
+            self._note_success()
+            when_saved()
+        self.costs.write_seconds = time.perf_counter() - begun
 
     def _note_trouble(self, reason: str) -> None:
         if self.trouble is None:
@@ -200,9 +213,11 @@ class Costs:
 
     # All saves together: how long training stood still.
     wait_seconds: float = 0.0
-    # The last save: how long training stood still, to write it, and its size.
+    # The last save: how long training stood still, how long the file took, how much of that was
+    # beside the training, and its size.
     last_wait_seconds: float = 0.0
     write_seconds: float = 0.0
+    last_background_seconds: float = 0.0
     bytes: int = 0
 
 

@@ -1,0 +1,104 @@
+"""How a run ends when it is asked to: see :mod:`unbroken.stopping.stop` for the whole of it."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any, NoReturn
+
+from lightning.pytorch import Trainer
+from unbroken import lightning_internals
+from unbroken.checkpoint.own_folder import OwnFolder
+from unbroken.stopping import signals
+from unbroken.stopping.ranks import of_all_ranks, say
+from unbroken.stopping.slurm import requeue_job, requeue_signal_of
+from unbroken.stopping.stop import SAVE_DUE, Agreement, NextBatch, Terminated
+from unbroken.storage.files import NotWritten, copy_atomically
+
+
+class Ending:
+    """What any rank asks a run for, known to all of them at the same step; and the run's end.
+
+    Args:
+        own: The folder of the run.
+        requeue_signal: SLURM's signal, at which the job is queued again. None: that which the
+            Trainer would take.
+    """
+
+    def __init__(self, own: OwnFolder, requeue_signal: int | None) -> None:
+        # What all ranks have agreed upon: the signal to stop by, SAVE_DUE, or 0.
+        self.request = 0
+        self._own = own
+        self._requeue_signal = requeue_signal
+        self._signals = signals.TakenOver()
+        self._agreement: Agreement | None = None
+
+    def begin(self, trainer: Trainer) -> None:
+        """Take over the signals, and let the ranks meet."""
+        if self._agreement is None:
+            self._agreement = Agreement(trainer.world_size)
+        lightning_internals.leave_signals_alone(trainer)
+        if self._requeue_signal is None:
+            environment = lightning_internals.cluster_environment(trainer)
+            self._requeue_signal = requeue_signal_of(environment)
+        self._signals.begin(self._requeue_signal)
+
+    def end(self, trainer: Trainer) -> None:
+        """Let the script and Lightning handle signals again."""
+        lightning_internals.let_lightning_handle_signals(trainer)
+        self._signals.end()
+
+    @property
+    def group(self) -> Any:
+        """The ranks' group in CPU memory; None for one rank."""
+        assert self._agreement is not None
+        return self._agreement.group
+
+    @property
+    def is_asked_for(self) -> bool:
+        """Whether the ranks have agreed to stop."""
+        return self.request > SAVE_DUE
+
+    def agree(self, mine: int) -> None:
+        """Give this rank's request, and get what all have asked for one call ago."""
+        assert self._agreement is not None
+        self.request = max(self.request, self._agreement.latest(mine))
+
+    def agree_at_the_end(self) -> None:
+        """Get what all ranks ask for now. They wait for one another."""
+        self.request = max(self.request, *of_all_ranks(signals.state.requested, self.group))
+
+    def next_batch(self, rank: int, has_one: bool, mine: int) -> NextBatch:
+        """Which ranks have a further batch; this rank's request goes along."""
+        assert self._agreement is not None
+        return self._agreement.next_batch(rank, has_one, mine)
+
+    def stop(self, trainer: Trainer) -> NoReturn:
+        """End the run as the signal asks. At SLURM's, the job is queued again first."""
+        signum = self.request
+        self.request = 0
+        if signum == self._requeue_signal:
+            if trainer.is_global_zero:
+                self._leave_for_requeue(trainer)
+                requeue_job()
+            signum = signal.SIGTERM
+        lightning_internals.release_child_processes()
+        if signum == signal.SIGTERM:
+            lightning_internals.note_sigterm(trainer)
+        if signals.state.raised is not None:
+            # The script's own handler has said how the run ends.
+            raise signals.state.raised
+        raise Terminated if signum == signal.SIGTERM else signals.Stopped(signum)
+
+    def _leave_for_requeue(self, trainer: Trainer) -> None:
+        """Put a copy of ``last.ckpt`` where Lightning looks as a queued script starts again.
+
+        A command finds its own.
+        """
+        last = self._own.files.last
+        if self._own.was_given or not self._own.saves or not last.exists():
+            return
+        target = lightning_internals.next_requeue_checkpoint(trainer)
+        try:
+            copy_atomically(last, target)
+        except NotWritten as error:
+            say(f"{error} A queued script resumes with ckpt_path=keep.resume_from alone.")

@@ -1,0 +1,228 @@
+"""The table of hooks: what happens when, and who does it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from unbroken import lightning_internals
+from unbroken.checkpoint.not_exact import what_is_not_exact
+from unbroken.checkpoint.shared_buffers import share_buffers
+from unbroken.checkpoint.shared_metrics import share_sums
+from unbroken.loading import ExactLoader
+from unbroken.stopping import signals
+from unbroken.storage.checkpoint_files import OneSave
+
+if TYPE_CHECKING:
+    from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
+
+
+class Hooks(Callback):
+    """The hooks of :class:`ExactCheckpoint`, called before those of all other callbacks.
+
+    Lightning moves checkpoint callbacks behind all others, and a module's own code finds the first
+    of them in ``trainer.checkpoint_callback``. So the place of ``ExactCheckpoint`` is left to
+    Lightning, and this callback stands in front. What happens when, in the order of a run:
+
+    | hook | what happens | who does it |
+    | --- | --- | --- |
+    | setup | loaders and signals are taken over, and three seams (seams.py) | ExactCheckpoint |
+    | on_load_checkpoint | the state is read; where loaders start is set | restoring |
+    | on_fit_start | what this start has made is noted; two seams more | kept, restoring |
+    | on_sanity_check_start, on_sanity_check_end | what this check changes is noted | kept |
+    | on_train_start | changed hyperparameters win; the user's hooks come after this | restoring |
+    | (seam) after on_train_start | RESTORE: on_train_epoch_start again, every part | restoring |
+    | (seam) before each batch, on_train_batch_start | SAVE if one is due; the stop | saving |
+    | on_save_checkpoint | every part is put into the checkpoint that is saved | saving |
+    | on_train_batch_end | the ranks agree to save or stop before the next batch | saving |
+    | on_validation_start | a snapshot, for a stop inside the validation | validation |
+    | on_validation_batch_end, on_test_batch_end | the stop inside it; sums over ranks | saving |
+    | on_validation_end, on_test_end | the followed metric is compared | following |
+    | on_train_epoch_end | sums over ranks; a snapshot where a limit cuts the epoch | cut_epoch |
+    | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last | saving |
+    | on_fit_end | where nothing was left to train: the hooks of its end again | restoring |
+    """
+
+    def __init__(self, keep: ExactCheckpoint) -> None:
+        self.keep = keep
+
+    # The start
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self.keep.restoring.read(trainer, pl_module, checkpoint)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        keep = self.keep
+        # Before the sanity check, which puts the generators back behind it.
+        keep.loading.settle_seed()
+        keep.note_threads()
+        keep.kept.fit_starts(trainer, pl_module)
+        keep.restoring.fit_starts(trainer)
+        lightning_internals.average_on_the_device(trainer)
+        keep.add_seams_of_training(
+            after_train_start=lambda: self._after_train_start(trainer),
+            before_each_batch=lambda: self._before_batch(trainer),
+        )
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A resumed run has no such check. So what it changes belongs to the state.
+        self.keep.kept.objects.check_begins(trainer)
+
+    def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.keep.kept.objects.check_ends(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        keep = self.keep
+        signals.defer()
+        keep.own.training_starts()
+        keep.saving.training_starts(trainer)
+        keep.restoring.training_starts(trainer)
+        keep.loading.notes += keep.best.assumptions()
+        keep.loading.notes += what_is_not_exact(trainer, keep.loading)
+
+    def _after_train_start(self, trainer: Trainer) -> None:
+        everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        # A finder of Lightning's trains a few steps first, without the run's callbacks.
+        if any(isinstance(each, Hooks) for each in everyone):
+            self.keep.restoring.restore(trainer)
+
+    # The training
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        keep = self.keep
+        if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined]
+            # Lightning does so, too, but later.
+            lightning_internals.validated_batches(trainer).clear()
+        if trainer.current_epoch > 0 and not keep.restoring.is_under_way:
+            keep.following.epoch_is_over(trainer, keep.ending.group)
+            keep.saving.between_epochs(trainer)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        # A training_step that reads its batches itself (dataloader_iter) passes no seam.
+        self._before_batch(trainer)
+
+    def _before_batch(self, trainer: Trainer) -> None:
+        keep = self.keep
+        keep.own.files.check()
+        keep.restoring.before_batch()
+        keep.saving.before_batch(trainer)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        keep = self.keep
+        keep.restoring.batch_ends()
+        keep.kept.was_validated.is_so = False
+        keep.saving.batch_ends(trainer, batch_idx)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        keep = self.keep
+        if keep.loading.anywhere and keep.own.saves:
+            keep.cut_epoch.note(trainer)
+        keep.restoring.epoch_ends(trainer)
+        share_sums(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        keep = self.keep
+        if keep.restoring.was_over:
+            # It is saved.
+            return
+        keep.following.training_is_over(trainer, keep.ending.group, keep.own.saves)
+        keep.saving.training_ends(trainer)
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        way_to_the_disk = trainer.strategy.checkpoint_io
+        if isinstance(way_to_the_disk, OneSave):
+            way_to_the_disk.add_state(checkpoint)
+        else:
+            # Another callback saves, inside a hook: a resume from there is not exact.
+            self.keep.saving.add_choices(checkpoint)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.keep.restoring.fit_ends(trainer)
+        self.keep.own.training_is_over()
+
+    # Evaluations
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        keep = self.keep
+        if trainer.state.fn != "fit":
+            signals.defer()
+            return
+        share_buffers(trainer, pl_module, keep.ending.group)
+        keep.restoring.validation_starts(trainer)
+        keep.validation.starts(trainer)
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        keep = self.keep
+        if share_sums_of_loader(trainer, batch_idx, dataloader_idx):
+            keep.ending.agree(signals.state.requested)
+        if not keep.ending.is_asked_for:
+            return
+        if keep.validation.runs:
+            snapshot = keep.validation.state_for_a_stop(trainer)
+            keep.saving.save_and_stop(trainer, snapshot)
+        keep.ending.stop(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        keep = self.keep
+        keep.of_rank_zero_alone.tell(trainer)
+        if trainer.state.fn != "fit":
+            return
+        keep.restoring.validation_is_over(trainer)
+        keep.validation.is_over(trainer)
+        if not trainer.sanity_checking:
+            keep.following.validation_is_over(trainer, keep.ending.group)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        signals.defer()
+
+    on_test_batch_end = on_validation_batch_end
+
+    on_test_end = on_validation_end
+
+
+def put_hooks_in_front(trainer: Trainer, keep: ExactCheckpoint) -> None:
+    """Put the hooks before all other callbacks: what these do for a step comes after a save."""
+    take_hooks_out(trainer)
+    trainer.callbacks = [Hooks(keep), *trainer.callbacks]  # type: ignore[attr-defined]
+
+
+def take_hooks_out(trainer: Trainer) -> None:
+    """Leave no :class:`Hooks` among a Trainer's callbacks. Whoever walks their list keeps it."""
+    everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    others = [each for each in everyone if not isinstance(each, Hooks)]
+    trainer.callbacks = others  # type: ignore[attr-defined]
+
+
+def share_sums_of_loader(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> bool:
+    """Add up over the ranks what an evaluation has logged, after the last batch of a loader.
+
+    Lightning computes the values before the epoch's end.
+
+    Returns:
+        Whether all ranks are known to be here.
+    """
+    if trainer.world_size == 1:
+        return True
+    loaders, is_last = lightning_internals.evaluated(trainer, batch_idx, dataloader_idx)
+    # Only exact loaders are known to have equally many batches on all ranks.
+    if not all(isinstance(each, ExactLoader) and each.ranks_agree for each in loaders):
+        return False
+    if is_last and not trainer.sanity_checking:
+        share_sums(trainer)
+    return True

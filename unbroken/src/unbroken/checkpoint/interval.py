@@ -1,0 +1,68 @@
+"""How often a run is saved: as it was asked for, or less often where a save costs too much."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from unbroken.errors import UserError
+from unbroken.stopping.ranks import say
+from unbroken.storage.run_files import Costs
+
+# The part of a run's time that its saves may take, to copy and to write them
+LARGEST_SHARE = 0.02
+
+
+class Interval:
+    """The time between two saves.
+
+    Args:
+        seconds: The wish.
+        steps: Optimizer steps between two saves. None: the seconds count. Else they do not.
+    """
+
+    def __init__(self, seconds: float, steps: int | None = None) -> None:
+        self.seconds = seconds
+        self.steps = steps
+        self._has_told = False
+
+    @classmethod
+    def of(cls, text: str) -> Interval:
+        """``60s`` is a minute; ``500`` or ``500steps`` are optimizer steps.
+
+        Raises:
+            UserError: It is anything else.
+        """
+        seconds = re.fullmatch(r"\s*(\d{1,9}\.?\d*|\.\d+)\s*s\s*", str(text))
+        if seconds and 0 < float(seconds[1]) < math.inf:
+            return cls(float(seconds[1]))
+        steps = re.fullmatch(r"\s*(\d{1,9})\s*(?:steps?)?\s*", str(text))
+        if steps and int(steps[1]) > 0:
+            return cls(60.0, int(steps[1]))
+        must = "be optimizer steps (500) or seconds (60s), above 0"
+        raise UserError(f"--checkpoint_every (in a script: every) must {must}, got {text}.")
+
+    def is_due_between(self, before: int, now: int) -> bool:
+        """Whether a save is due at one of the steps after ``before``, up to ``now``."""
+        return self.steps is not None and before // self.steps < now // self.steps
+
+    def is_over(self, passed: float, costs: Costs) -> bool:
+        """Whether so many seconds after a save the next one is due."""
+        return self.steps is None and passed >= self.seconds_with(costs)
+
+    def seconds_with(self, costs: Costs) -> float:
+        """The seconds between two saves: the wish, or more where saves cost too large a share. Then
+        a line says so, once.
+        """
+        waited = costs.last_wait_seconds
+        written = costs.last_background_seconds
+        needed = (waited + written) / LARGEST_SHARE
+        if needed <= self.seconds:
+            return self.seconds
+        if not self._has_told:
+            self._has_told = True
+            say(
+                f"a save takes {written:.1f} s of writing and {waited:.1f} s of waiting: every"
+                f" {needed:.0f} s in the place of every {self.seconds:g} s."
+            )
+        return needed

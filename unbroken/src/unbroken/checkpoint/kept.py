@@ -1,0 +1,96 @@
+"""The kept parts of one training: what they note at its start, and how they are taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from unbroken.checkpoint.snapshot import Snapshot
+from unbroken.loading import ExactLoading
+from unbroken.parts import all_parts
+from unbroken.parts.hyperparameters import StartingHyperparameters
+from unbroken.parts.loaders import LoaderPositions
+from unbroken.parts.loops import Place, WasValidated
+from unbroken.parts.module import PlainBuffers, Switches
+from unbroken.parts.part import Part
+from unbroken.parts.users_objects import UsersObjects
+from unbroken.stopping.ranks import of_all_ranks
+
+
+class KeptParts:
+    """What a checkpoint holds beyond Lightning's own.
+
+    Args:
+        loading: Reads the loaders of this training.
+        followed: Whether validations log the metric that is followed.
+        further: The user's own parts.
+        undeclared: Whether state is kept that nobody has declared.
+    """
+
+    def __init__(
+        self, loading: ExactLoading, followed: Part, further: Sequence[Part], undeclared: bool
+    ) -> None:
+        self.hyperparameters = StartingHyperparameters()
+        self.buffers = PlainBuffers()
+        self.objects = UsersObjects(undeclared)
+        self.was_validated = WasValidated()
+        self._loading = loading
+        self._positions = LoaderPositions(loading)
+        self.all = all_parts(
+            followed,
+            self.was_validated,
+            self._positions,
+            self.buffers,
+            self.hyperparameters,
+            self.objects,
+            further,
+        )
+
+    def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
+        """Note what this start has made, before a checkpoint's states come."""
+        self.hyperparameters.begin(trainer)
+        self.buffers.begin(module)
+        self.objects.fit_starts(trainer)
+        for part in self.all:
+            if isinstance(part, Switches):
+                part.begin(trainer)
+
+    def take(self, trainer: Trainer, place: Place) -> Snapshot:
+        """Every part, as it is now."""
+        self._tell_loaders(trainer, place)
+        snapshot = Snapshot(place)
+        snapshot.add(trainer, self.all)
+        return snapshot
+
+    def take_before_validation(self, trainer: Trainer) -> Snapshot:
+        """What the validation that begins may change."""
+        self._tell_loaders(trainer, "validation")
+        snapshot = Snapshot("validation")
+        snapshot.add(trainer, [part for part in self.all if part.changes_in_validation])
+        snapshot.add_entries(trainer)
+        return snapshot
+
+    def add_unchanged(self, trainer: Trainer, snapshot: Snapshot) -> None:
+        """Take the parts that no validation changes, for a stop inside one."""
+        snapshot.add(trainer, [part for part in self.all if not part.changes_in_validation])
+
+    def state_of(self, snapshot: Snapshot, group: Any) -> dict[str, Any]:
+        """What a checkpoint holds of a snapshot: the parts of every rank, and those that are of
+        all. Every rank calls it.
+        """
+        loading = self._loading
+        return {
+            "place": snapshot.place,
+            "ranks": of_all_ranks(snapshot.mine, group),
+            "samples_per_batch": loading.samples_per_batch,
+            "seed": loading.seed,
+            "seeds": [list(each) for each in loading.seeds],
+            **snapshot.shared,
+        }
+
+    def _tell_loaders(self, trainer: Trainer, place: Place) -> None:
+        """Whether the training of this epoch is done, so that the next batch is of the next."""
+        after_the_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+        in_last_validation = place == "validation" and after_the_last
+        self._positions.epoch_is_over = place == "epoch" or in_last_validation

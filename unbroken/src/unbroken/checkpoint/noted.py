@@ -1,0 +1,248 @@
+"""What hooks may change of that which Lightning restores itself: noted, and given back after them.
+
+Three times a run calls hooks whose effects must not stay:
+
+- A resumed run calls ``on_fit_start`` and ``on_train_start`` again, and ``on_train_epoch_start``
+  for the epoch that goes on. The run that was killed had called them long ago, and a rate that is
+  halved at each epoch's start would be halved twice.
+- A run that is stopped inside a validation begins this validation again when it is resumed, and its
+  hooks act a second time.
+- A run that ends inside an epoch calls the hooks of the epoch's end. A longer run goes on from
+  before them.
+
+Each class notes one thing as it is when it is made, and ``give_back`` undoes what was changed
+since. A list of them is what a moment needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.memory import recursive_detach
+from torch import nn
+from torch.nn.parameter import is_lazy
+from unbroken.parts.declared import plain_state
+from unbroken.parts.users_callbacks import users_callbacks
+from unbroken.stopping.ranks import say
+from unbroken.storage.checkpoint_files import RUN_KEY
+from unbroken.tensors.same_values import deep_copy, is_same
+
+# How a state dict names what a part of a module gives it beside tensors.
+EXTRA_STATE = "_extra_state"
+
+
+class Noted:
+    """One thing as it is when it is noted."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        raise NotImplementedError
+
+    def give_back(self, trainer: Trainer) -> None:
+        """Undo what was changed since."""
+        raise NotImplementedError
+
+
+def give_back_all(noted: Iterable[Noted], trainer: Trainer) -> None:
+    """Give back what was noted, in this order."""
+    for each in noted:
+        each.give_back(trainer)
+
+
+class Weights(Noted):
+    """The parameters and buffers of the module, copied on their device. To be given back where the
+    run ends: hooks may have put other memory in their place, such as averaged weights, and this
+    memory is left alone.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        tensors = tensors_of(trainer)
+        self.copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    def give_back(self, trainer: Trainer) -> None:
+        for tensor, value in self.copies:
+            tensor.data = value
+
+
+class LoadedWeights(Noted):
+    """The parameters and buffers of the module, copied to the CPU. The run goes on with the memory
+    that they have.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        tensors = tensors_of(trainer)
+        self.copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+
+    def give_back(self, trainer: Trainer) -> None:
+        with torch.no_grad():
+            for tensor, value in self.copies:
+                tensor.copy_(value)
+
+
+class Optimizers(Noted):
+    """The groups of optimizers, and which state each parameter has. The state's tensors are not
+    copied, since they may be larger than the weights: what hooks change inside them stays.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.before: list[tuple[Any, list[dict[str, Any]], dict[Any, Any]]] = []
+        for optimizer in trainer.optimizers:
+            groups = [dict(group) for group in optimizer.param_groups]
+            states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+            self.before.append((optimizer, groups, states))
+
+    def give_back(self, trainer: Trainer) -> None:
+        for optimizer, groups, states in self.before:
+            del optimizer.param_groups[len(groups) :]
+            for group, before in zip(optimizer.param_groups, groups, strict=True):
+                group.clear()
+                group.update(before)
+            optimizer.state.clear()
+            optimizer.state.update(states)
+
+
+class LoadedOptimizers(Noted):
+    """The states of optimizers, copied."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.states = [deep_copy(each.state_dict()) for each in trainer.optimizers]
+
+    def give_back(self, trainer: Trainer) -> None:
+        for optimizer, state in zip(trainer.optimizers, self.states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+class Schedules(Noted):
+    """The states of learning-rate schedules."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.states: list[tuple[Any, Any]] = []
+        for config in trainer.lr_scheduler_configs:
+            state = deep_copy(plain_state(config.scheduler))
+            self.states.append((config.scheduler, state))
+
+    def give_back(self, trainer: Trainer) -> None:
+        for scheduler, state in self.states:
+            scheduler.load_state_dict(state)
+
+
+class CallbackStates(Noted):
+    """What the user's callbacks return as their states."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        callbacks = users_callbacks(trainer)
+        self.states = [(callback, deep_copy(callback.state_dict())) for callback in callbacks]
+
+    def give_back(self, trainer: Trainer) -> None:
+        for callback, state in self.states:
+            if state:
+                callback.load_state_dict(state)
+
+
+class DataState(Noted):
+    """The state of the data module, which may be None."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.data = trainer.datamodule  # type: ignore[attr-defined]
+        self.state = None if self.data is None else deep_copy(self.data.state_dict())
+
+    def give_back(self, trainer: Trainer) -> None:
+        if self.state:
+            self.data.load_state_dict(self.state)
+
+
+class ExtraStates(Noted):
+    """What parts of the module give a state dict beside tensors."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.states = deep_copy(extra_states(trainer.lightning_module))
+
+    def give_back(self, trainer: Trainer) -> None:
+        give_extra_states(trainer.lightning_module, self.states)
+
+
+class OwnEntries(Noted):
+    """What the ``on_save_checkpoint`` of the module and of the user's callbacks adds: something
+    that they count and load themselves.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        parts = [*users_callbacks(trainer), trainer.lightning_module]
+        # None where a part cannot be asked.
+        self.added = [(part, entries_added_by(part, trainer)) for part in parts]
+
+    def give_back(self, trainer: Trainer) -> None:
+        for part, added in self.added:
+            if added is None or is_same(entries_added_by(part, trainer), added):
+                continue
+            try:
+                load_into(part, trainer, added)
+            except Exception as error:
+                name = type(part).__name__
+                reason = f"{type(error).__name__}: {error}"
+                say(
+                    f"a resume of this run is not exact: on_load_checkpoint of {name} cannot be"
+                    f" called with what its on_save_checkpoint adds alone ({reason})."
+                )
+
+
+def tensors_of(trainer: Trainer) -> list[torch.Tensor]:
+    """The parameters and buffers of the module, but for lazy ones, which have no values yet."""
+    module = trainer.lightning_module
+    tensors = [*module.parameters(), *module.buffers()]
+    return [tensor for tensor in tensors if not is_lazy(tensor)]
+
+
+def extra_states(module: nn.Module) -> dict[str, Any]:
+    """What parts of a module give a state dict beside tensors, by its names there."""
+    states: dict[str, Any] = {}
+    for name, part in module.named_modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            prefix = f"{name}." if name else ""
+            states[f"{prefix}{EXTRA_STATE}"] = part.get_extra_state()
+    return states
+
+
+def give_extra_states(module: nn.Module, states: dict[str, Any]) -> None:
+    """Put back what :func:`extra_states` has found."""
+    for name, value in states.items():
+        path = name.removesuffix(EXTRA_STATE).removesuffix(".")
+        module.get_submodule(path).set_extra_state(value)
+
+
+def entries_added_by(part: Any, trainer: Trainer) -> dict[str, Any] | None:
+    """What the ``on_save_checkpoint`` of the module or of a callback adds to a checkpoint; None
+    where it cannot be asked now.
+    """
+    added: dict[str, Any] = {}
+    try:
+        if isinstance(part, Callback):
+            part.on_save_checkpoint(trainer, trainer.lightning_module, added)
+        else:
+            part.on_save_checkpoint(added)
+        # A command's own record of the run is none of the training's state.
+        added.pop(RUN_KEY, None)
+        return deep_copy(recursive_detach(added))
+    except Exception:
+        # It changes entries of Lightning's, which are not there, or saves what is made later.
+        return None
+
+
+def load_into(part: Any, trainer: Trainer, added: dict[str, Any]) -> None:
+    """Call the ``on_load_checkpoint`` of the module or of a callback.
+
+    A hook may look at entries of Lightning's, too. It finds those that are small.
+    """
+    checkpoint = {
+        "epoch": trainer.current_epoch,
+        "global_step": trainer.global_step,
+        "pytorch-lightning_version": lightning.__version__,
+        **added,
+    }
+    if isinstance(part, Callback):
+        part.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+    else:
+        part.on_load_checkpoint(checkpoint)

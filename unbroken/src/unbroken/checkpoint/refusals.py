@@ -1,0 +1,70 @@
+"""What ExactCheckpoint cannot work with: refused in a line, before it does harm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from unbroken import lightning_internals
+from unbroken.errors import UserError
+from unbroken.stopping.ranks import of_all_ranks
+
+
+def refuse_another_lightning(trainer: Any) -> None:
+    """A UserError for a Trainer of ``pytorch_lightning`` whose classes are not ``lightning``'s.
+
+    It would train, and a resume would fail or not be exact.
+    """
+    if not isinstance(trainer, Trainer):
+        package = type(trainer).__module__.partition(".")[0]
+        raise UserError(
+            f"ExactCheckpoint cannot resume a Trainer of {package}, which was imported before"
+            " unbroken. Import unbroken first: then it is lightning.pytorch's."
+        )
+
+
+def refuse_what_is_not_found(trainer: Trainer) -> None:
+    """A UserError for ``ckpt_path="last"`` where Lightning has found no checkpoint for it.
+
+    It looks for those of a ModelCheckpoint alone. It would train anew, and replace what is in the
+    folder, or test random weights.
+    """
+    if trainer.ckpt_path is None and lightning_internals.asked_checkpoint(trainer) == "last":
+        raise UserError(
+            'ckpt_path="last" finds checkpoints of a ModelCheckpoint alone. Write'
+            " ckpt_path=keep.resume_from, where keep is the ExactCheckpoint: it is None the first"
+            " time."
+        )
+
+
+def refuse_ranks_of_functions(trainer: Trainer) -> None:
+    """A UserError for ranks that the Trainer starts in functions, and not as processes of their
+    own: what the callback reaches there does not come back.
+    """
+    how = lightning_internals.start_method_of_ranks(trainer)
+    if how is not None:
+        raise UserError(
+            f"ExactCheckpoint does not work where ranks are functions (ddp_{how}, ddp_notebook):"
+            ' what they reach is lost. Use strategy="ddp" in a script, or one device.'
+        )
+
+
+def compare_sizes(trainer: Trainer, tensor: torch.Tensor, group: Any) -> None:
+    """A UserError on every rank, where a step of an evaluation gathers tensors of other sizes.
+
+    Each sample is evaluated once, so one rank may have a sample more than another. Gloo would abort
+    the process, and NCCL would wait or gather something else. In training the ranks' batches are of
+    one size, and nothing is asked.
+    """
+    if trainer.training:
+        return
+    sizes = of_all_ranks(list(tensor.shape), group)
+    if all(size == sizes[0] for size in sizes):
+        return
+    told = " and ".join(map(str, sizes))
+    raise UserError(
+        f"--devices {trainer.world_size}: a step of the evaluation gathers tensors of the sizes"
+        f" {told}, because each sample is evaluated once. Write"
+        " torch.cat(torchmetrics.utilities.distributed.gather_all_tensors(tensor)) there."
+    )

@@ -1,0 +1,358 @@
+"""What a resumed run still has to get back, and the one place that gives it back.
+
+In the order in which it happens:
+
+1. Lightning has read the checkpoint, and calls :meth:`Restoring.read`: where training goes on in
+   its loaders is set, for they are made soon.
+2. The user's hooks of the start act, as in a new run. What they change is noted before
+   (:meth:`Restoring.fit_starts`, :meth:`Restoring.training_starts`).
+3. All these hooks are done: :meth:`Restoring.restore` undoes what they have changed, and gives
+   every part back.
+4. After the first batch nothing is left to give back (:meth:`Restoring.batch_ends`).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from unbroken import lightning_internals
+from unbroken.checkpoint.following import Best
+from unbroken.checkpoint.kept import KeptParts
+from unbroken.checkpoint.not_exact import (
+    has_averaged_batch_norms,
+    mend_states_of_lightnings_callbacks,
+    what_loaders_side_by_side_lack,
+)
+from unbroken.checkpoint.noted import (
+    CallbackStates,
+    DataState,
+    ExtraStates,
+    LoadedOptimizers,
+    LoadedWeights,
+    Noted,
+    OwnEntries,
+    Schedules,
+    give_back_all,
+)
+from unbroken.checkpoint.other_version import note_of_version
+from unbroken.checkpoint.own_folder import OwnFolder
+from unbroken.checkpoint.resume import (
+    Resume,
+    call_epoch_start_again,
+    start_of_anothers,
+    uses_hooks,
+)
+from unbroken.loading import ExactLoading
+from unbroken.loading.seeding import Seeds
+from unbroken.parts.hyperparameters import apply_changes
+from unbroken.parts.module import give_plain_buffers
+from unbroken.stopping.ranks import say
+from unbroken.storage.checkpoint_files import CHOSEN, buffers_left_out, record_in
+from unbroken.storage.run_files import can_start_from
+
+
+class Restoring:
+    """Gives a resumed run its state.
+
+    Args:
+        own: The folder of the run.
+        kept: The parts of a checkpoint.
+        best: The best so far.
+        loading: Where training starts in its loaders.
+        seed: That of this start, if the user has given one.
+        changed: Whether the user has changed settings since the checkpoint.
+
+        best_key: Under which name a checkpoint holds the state of the best.
+
+    Attributes:
+        loaded_step: The optimizer step of the checkpoint. None: the run is a new one.
+        was_over: Whether nothing was left to train.
+    """
+
+    def __init__(
+        self,
+        own: OwnFolder,
+        kept: KeptParts,
+        best: Best,
+        loading: ExactLoading,
+        seed: int | None,
+        changed: bool,
+        best_key: str,
+    ) -> None:
+        self.loaded_step: int | None = None
+        self.was_over = False
+        self._own = own
+        self._kept = kept
+        self._best = best
+        self._loading = loading
+        self._seed = seed
+        self._changed = changed
+        self._best_key = best_key
+        # Whether this training has what it goes on from, if anything.
+        self._has_loaded = False
+        # None: nothing is left to give back.
+        self._resume: Resume | None = None
+        self._before_hooks: list[Noted] = []
+        self._batches_validated_before: dict[int, int] = {}
+        # The Trainer's own number, while it is 0 because the run is a resumed one.
+        self._sanity_steps: float | None = None
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether this run is a resumed one that has done no batch yet."""
+        return self._resume is not None
+
+    # 1. The checkpoint is read
+
+    def read(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Read what Lightning does not restore, and set where training goes on in its loaders."""
+        if trainer.state.fn != "fit":
+            self._give_buffers(trainer, module, checkpoint)
+            return
+        if self._has_loaded:
+            # A finder of Lightning's has trained a few steps, and puts back what was before.
+            mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
+            return
+        self._has_loaded = True
+        self.loaded_step = checkpoint["global_step"]
+        lightning_internals.average_what_setup_has_made(trainer, is_loaded=True)
+        mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
+        saved = record_in(checkpoint)
+        notes = self._loading.notes
+        if saved.get("state") is None:
+            self._loading.start = start_of_anothers(checkpoint)
+            notes.append(
+                "that checkpoint was not saved between two steps: the resume is not exact."
+            )
+            return
+        of_version = note_of_version(saved)
+        if of_version is not None:
+            notes.append(of_version)
+        if not can_start_from(checkpoint):
+            notes.append(
+                "that checkpoint is inside an epoch, and its data cannot be started there: the"
+                " resume is not exact."
+            )
+        # Lightning tells from the loader's names that it cannot be resumed, and advises what is not
+        # needed here.
+        advice = "You're resuming from a checkpoint that ended before the epoch ended"
+        warnings.filterwarnings("ignore", advice)
+        resume = Resume.of(checkpoint, trainer, self._changed)
+        self._resume = resume
+        if len(resume.ranks) == trainer.world_size:
+            self._note_other_threads(trainer, saved.get(CHOSEN, {}).get("threads"))
+        # Lightning's sanity check calls the hooks of a validation. The run that was killed has had
+        # its check, and what those hooks did then is in the checkpoint.
+        self._sanity_steps = trainer.num_sanity_val_steps
+        trainer.num_sanity_val_steps = 0
+        self._own.take_run_id(resume.run_id)
+        self._loading.start = resume.start
+        # Loaders are made before everything else is given back.
+        objects = self._kept.objects
+        objects.give_back_early(trainer, resume.mine(trainer).get(objects.name, {}))
+        self._keep_seeds_of(resume)
+        # It had stopped early, and nothing was changed since. A validation that it was killed in
+        # comes first.
+        trainer.should_stop = resume.should_stop and resume.place != "validation"
+
+    def _give_buffers(
+        self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Give a module that is only evaluated the buffers that its state dict lacks. One that
+        training has changed later only is again as it was made.
+        """
+        lightning_internals.forget_averages(trainer)
+        buffers: dict[str, torch.Tensor | None] = {}
+        for name, value in self._kept.buffers.fresh.items():
+            buffers[name] = None if value is None else value.clone()
+        buffers |= buffers_left_out(checkpoint, trainer.global_rank)
+        give_plain_buffers(module, buffers)
+
+    def _keep_seeds_of(self, resume: Resume) -> None:
+        """Let the order of samples stay that of the checkpoint, whatever this start would draw.
+
+        With another order, the epoch that goes on would read some samples twice and others never.
+        """
+        seed = resume.shared.get("seed")
+        is_another = self._seed is not None and self._seed != seed
+        if seed is None or (is_another and self._changed):
+            return
+        self._loading.seed = seed
+        self._loading.seeds = [Seeds(*each) for each in resume.shared.get("seeds", [])]
+        if is_another:
+            self._loading.notes.append(
+                f"the order of samples stays that of the checkpoint's seed, {seed}: this start has"
+                " another one."
+            )
+
+    def _note_other_threads(self, trainer: Trainer, before: int | None) -> None:
+        """Say so where as many CPU threads compute as the run had not: sums are added up in another
+        order.
+        """
+        now = torch.get_num_threads()
+        if before in (None, now) or trainer.strategy.root_device.type != "cpu":
+            return
+        self._loading.notes.append(
+            f"{now} CPU threads compute, and this run had {before}: they round sums differently,"
+            f" so the resume is not exact. OMP_NUM_THREADS={before} makes it exact."
+        )
+
+    # 2. The user's hooks of the start come
+
+    def fit_starts(self, trainer: Trainer) -> None:
+        """Note what ``on_fit_start`` may change. Lightning has restored the module, the data module
+        and the callbacks.
+        """
+        if trainer.ckpt_path is None:
+            self._has_loaded = True
+            lightning_internals.average_what_setup_has_made(trainer, is_loaded=False)
+        if self._resume is None:
+            return
+        trainer.fit_loop.epoch_loop.max_steps += self._resume.steps_more
+        if uses_hooks(trainer) and not trainer.strategy.restore_checkpoint_after_setup:
+            self._note_loaded(trainer)
+
+    def training_starts(self, trainer: Trainer) -> None:
+        """Let hyperparameters that the user has changed win, and note what ``on_train_start`` may
+        change. Lightning has restored optimizers and schedules.
+        """
+        if self._resume is None:
+            return
+        before = self._resume.shared.get("start")
+        apply_changes(trainer, self._kept.hyperparameters.now, before, self._changed)
+        if not uses_hooks(trainer):
+            return
+        if trainer.strategy.restore_checkpoint_after_setup:
+            # Such a strategy loads after on_fit_start, and so over what it has changed.
+            self._note_loaded(trainer)
+        self._before_hooks = [LoadedOptimizers(trainer), Schedules(trainer), *self._before_hooks]
+
+    def _note_loaded(self, trainer: Trainer) -> None:
+        # What a module or callback counts and loads itself comes last: a hook may count it.
+        kinds = (LoadedWeights, CallbackStates, DataState, ExtraStates, OwnEntries)
+        self._before_hooks = [kind(trainer) for kind in kinds]
+
+    # 3. All hooks of the start are done
+
+    def restore(self, trainer: Trainer) -> None:
+        """Put every part back. What the hooks of the start do must change nothing of it."""
+        resume = self._resume
+        kept = self._kept
+        kept.objects.begin(trainer)
+        if resume is not None and resume.place == "epoch":
+            lightning_internals.end_restart(trainer)
+        elif resume is not None:
+            for loader in self._loading.training:
+                loader.set_epoch(trainer.current_epoch)
+            resume.enter_epoch(trainer)
+            call_epoch_start_again(trainer)
+        if not self._loading.read_early:
+            # The module's own hooks may have read whole epochs.
+            self._loading.begin()
+        if resume is not None:
+            # The hooks of the epoch's start have changed attributes. What the module loads itself
+            # comes later, and stays.
+            kept.objects.undo(trainer)
+            give_back_all(self._before_hooks, trainer)
+            self._before_hooks = []
+            resume.settle_place(trainer, self._loading)
+            resume.give_back(trainer, [part for part in kept.all if not part.is_a_file])
+            self._batches_validated_before = dict(lightning_internals.validated_batches(trainer))
+            # Files are changed last: what cannot be restored is refused before.
+            self._set_aside_unusable_best(trainer)
+            resume.give_back(trainer, [part for part in kept.all if part.is_a_file])
+        elif trainer.global_step == 0:
+            self._start_anew()
+        self._loading.notes += what_loaders_side_by_side_lack(trainer, self._loading)
+        say(*dict.fromkeys(self._loading.notes))
+
+    def _start_anew(self) -> None:
+        # The best of a training before, with the same callback, says nothing of this one.
+        self._best.forget()
+        earlier = self._own.earlier_training()
+        if earlier is not None:
+            self._loading.notes.append(earlier)
+        for part in self._kept.all:
+            part.start_anew()
+
+    def _set_aside_unusable_best(self, trainer: Trainer) -> None:
+        """Look for the best anew, where ``best.ckpt`` is not what the state says."""
+        if not self._own.saves:
+            return
+        reason = None
+        if self._best.score is not None and trainer.is_global_zero:
+            files = self._own.files
+            checkpoint, reason = files.usable_best(self._own.run_id)
+            if reason is None and not self._is_this_best(checkpoint):
+                # A new one was saved before a kill.
+                reason = f"{files.best} is ahead of the checkpoint:"
+        reason = trainer.strategy.broadcast(reason)
+        if reason:
+            say(f"{reason} the best is looked for anew.")
+            self._best.forget()
+
+    def _is_this_best(self, checkpoint: dict[str, Any]) -> bool:
+        """Whether ``best.ckpt``, which holds this checkpoint, is the best of the state."""
+        saved = checkpoint.get("callbacks", {}).get(self._best_key)
+        return saved is None or self._best.is_that_of(saved)
+
+    # 4. The training goes on
+
+    def before_batch(self) -> None:
+        """End the epoch, where the run went on only for a validation that is not wanted any
+        more.
+        """
+        if self._resume is not None and self._resume.steps_more:
+            raise StopIteration
+
+    def batch_ends(self) -> None:
+        """The first batch is done: nothing is left to give back."""
+        self._resume = None
+
+    def epoch_ends(self, trainer: Trainer) -> None:
+        """End an epoch in whose last validation the run went on."""
+        if self._resume is not None:
+            trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
+            self._resume = None
+        lightning_internals.end_restart(trainer)
+
+    def validation_starts(self, trainer: Trainer) -> None:
+        """Lightning may have begun to count anew what validations have read."""
+        lightning_internals.validated_batches(trainer).update(self._batches_validated_before)
+
+    def validation_is_over(self, trainer: Trainer) -> None:
+        """The validation that a run went on for is done."""
+        self._batches_validated_before = {}
+        if self._resume is not None:
+            trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
+            self._resume.steps_more = 0
+
+    # Nothing was left to train
+
+    def fit_ends(self, trainer: Trainer) -> None:
+        """Put right what a training leaves, where nothing was left to train."""
+        if self._resume is None:
+            return
+        self.was_over = True
+        if self._resume.place == "epoch" and not has_averaged_batch_norms(trainer):
+            # Call the hooks of a training's end, before which the last checkpoint was saved. Such a
+            # hook may give the module its averaged weights. Lightning calls none of them here.
+            # Those of the start come first, since callbacks rely on them.
+            trainer.fit_loop.on_run_start()
+            trainer.fit_loop.on_run_end()
+        else:
+            kept = self._kept.all
+            left = [each for each in kept if each.is_a_file or each.is_left_at_the_end]
+            self._resume.give_back(trainer, left)
+        if self._own.saves and trainer.is_global_zero:
+            # The run may have been resumed from best.ckpt after its end.
+            self._own.files.replace_damaged_last()
+
+    def put_back(self, trainer: Trainer) -> None:
+        """Give the Trainer its own number again."""
+        if self._sanity_steps is not None:
+            trainer.num_sanity_val_steps = self._sanity_steps
+            self._sanity_steps = None

@@ -1,0 +1,288 @@
+"""What is due to be saved, and the one place that saves it.
+
+In the order in which it happens:
+
+1. At the end of a step the ranks agree on what any of them asks for: a save, or a stop
+   (:meth:`Saving.batch_ends`). A validation or an epoch's end may find a new best.
+2. Before the next step, between two epochs, or after the last, every part is taken
+   (:meth:`KeptParts.take`), and :meth:`Saving.save_and_stop` saves it.
+3. :class:`unbroken.storage.run_files.RunFiles` lets Lightning make its checkpoint.
+   :meth:`Saving._put_state_into` adds what Lightning's lacks, and the files are written.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+from unbroken import contract
+from unbroken.checkpoint import other_version
+from unbroken.checkpoint.cut_epoch import CutEpoch
+from unbroken.checkpoint.ending import Ending
+from unbroken.checkpoint.following import Following
+from unbroken.checkpoint.interval import Interval
+from unbroken.checkpoint.kept import KeptParts
+from unbroken.checkpoint.not_exact import begins_averaged_batch_norms
+from unbroken.checkpoint.own_folder import OwnFolder
+from unbroken.checkpoint.snapshot import Snapshot
+from unbroken.chosen import Chosen
+from unbroken.errors import NotSaved, UserError
+from unbroken.loading import ExactLoading
+from unbroken.loading.log_steps import is_optimizer_step
+from unbroken.parts.declared import plain_state
+from unbroken.parts.loops import clean_counters
+from unbroken.stopping import signals
+from unbroken.stopping.ranks import of_all_ranks
+from unbroken.stopping.stop import SAVE_DUE, NextBatch
+from unbroken.storage.checkpoint_files import CHOSEN, RUN_KEY
+from unbroken.version import __version__
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One save that is wanted.
+
+    Attributes:
+        snapshot: The state that is saved.
+        is_best: Whether it is a new best.
+        can_go_on: Whether a resumed run can start there. If not, ``last.ckpt`` stays as it is.
+    """
+
+    snapshot: Snapshot
+    is_best: bool
+    can_go_on: bool
+
+
+class Saving:
+    """Saves a training.
+
+    Args:
+        own: The folder of the run.
+        interval: How often it is saved.
+        kept: The parts of a checkpoint.
+        following: Tells of a new best.
+        ending: What the ranks ask for.
+        cut_epoch: The epoch that a limit has cut.
+        loading: Whether training can start inside an epoch.
+        chosen: What the run chose by itself.
+
+    Attributes:
+        saved_step: The optimizer step that ``last.ckpt`` holds. None: it was neither read nor
+            written yet.
+    """
+
+    def __init__(
+        self,
+        own: OwnFolder,
+        interval: Interval,
+        kept: KeptParts,
+        following: Following,
+        ending: Ending,
+        cut_epoch: CutEpoch,
+        loading: ExactLoading,
+        chosen: Chosen,
+    ) -> None:
+        self.saved_step: int | None = None
+        self._own = own
+        self._interval = interval
+        self._kept = kept
+        self._following = following
+        self._ending = ending
+        self._cut_epoch = cut_epoch
+        self._loading = loading
+        self._chosen = chosen
+        self._began = time.monotonic()
+        self._last_save = self._began
+        # Optimizer steps at the end of the last batch.
+        self._steps = 0
+
+    def training_starts(self, trainer: Trainer) -> None:
+        """Count the time and the steps until the first save from here."""
+        self._began = time.monotonic()
+        self._last_save = self._began
+        self._steps = trainer.global_step
+
+    # What is due
+
+    def batch_ends(self, trainer: Trainer, batch_idx: int) -> None:
+        """Agree with the other ranks whether to save or stop before the next batch."""
+        automatic = trainer.lightning_module.automatic_optimization
+        if automatic and not is_optimizer_step(trainer, batch_idx):
+            # A step that is partly accumulated is not the place for a checkpoint.
+            return
+        self._ending.agree(self._own_request(trainer))
+        # Every rank counts the same steps. A batch may have several.
+        before = self._steps
+        self._steps = trainer.global_step
+        if self._interval.is_due_between(before, self._steps):
+            self._ending.request = max(self._ending.request, SAVE_DUE)
+
+    def next_batch(self, trainer: Trainer, has_one: bool) -> NextBatch:
+        """Tell the other ranks whether this one has a further batch; the request goes along."""
+        return self._ending.next_batch(trainer.global_rank, has_one, self._own_request(trainer))
+
+    def _own_request(self, trainer: Trainer) -> int:
+        """What this rank asks for: to stop, to save, or nothing."""
+        return signals.state.requested or self._overdue(trainer)
+
+    def _overdue(self, trainer: Trainer) -> int:
+        """SAVE_DUE on rank zero when the seconds between two saves are over."""
+        files = self._own.files
+        # A save that is still on its way to the disk has the memory that the next one needs.
+        if not trainer.is_global_zero or files.is_busy:
+            return 0
+        passed = time.monotonic() - self._last_save
+        return SAVE_DUE if self._interval.is_over(passed, files.costs) else 0
+
+    # The moments for a save
+
+    def before_batch(self, trainer: Trainer) -> None:
+        """Save and stop, if that is due. Nothing of the next step has been done."""
+        if self._ending.request or self._following.is_new:
+            self.save_and_stop(trainer, self._kept.take(trainer, "batch"))
+
+    def between_epochs(self, trainer: Trainer) -> None:
+        """Save and stop after an epoch."""
+        self.save_and_stop(trainer, self._kept.take(trainer, "epoch"))
+
+    def training_ends(self, trainer: Trainer) -> None:
+        """Save after the last epoch."""
+        self._ending.agree_at_the_end()
+        self.save_and_stop(trainer, self._kept.take(trainer, "epoch"), is_end=True)
+
+    # The save
+
+    def save_and_stop(
+        self, trainer: Trainer, snapshot: Snapshot | None, is_end: bool = False
+    ) -> None:
+        """Save a snapshot, unless there is none, and stop if the ranks have agreed to. The last
+        save of a run (``is_end``, or a stop) is on the disk when this returns.
+        """
+        stops = self._ending.is_asked_for
+        if snapshot is not None and self._own.saves:
+            wish = Wish(snapshot, self._following.is_new, self._can_go_on(trainer, snapshot))
+            # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new
+            # best.
+            if wish.can_go_on or wish.is_best:
+                with self._pauses(trainer):
+                    self._save(trainer, wish)
+                    if stops or is_end:
+                        self._settle(trainer, wish)
+        self._following.is_new = False
+        if stops:
+            self._ending.stop(trainer)
+        self._ending.request = 0
+
+    @contextmanager
+    def _pauses(self, trainer: Trainer) -> Iterator[None]:
+        """Inside, monitors count no time."""
+        with ExitStack() as pauses:
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, contract.PausesWhileSaving):
+                    pauses.enter_context(callback.pause_while_saving())
+            yield
+
+    def _can_go_on(self, trainer: Trainer, snapshot: Snapshot) -> bool:
+        """Whether a run that is resumed with this snapshot can start there."""
+        if snapshot.place == "epoch":
+            return not begins_averaged_batch_norms(trainer)
+        return self._loading.anywhere
+
+    def _save(self, trainer: Trainer, wish: Wish) -> None:
+        """Write the files. Where a resumed run cannot go on, a new best is saved alone."""
+        step = trainer.global_step if wish.can_go_on else None
+        self._own.files.write(
+            trainer,
+            is_best=wish.is_best,
+            is_last=wish.can_go_on,
+            group=self._ending.group,
+            add_state=partial(self._put_state_into, trainer, wish),
+            when_saved=partial(self._note_saved, step),
+        )
+        self._last_save = time.monotonic()
+
+    def _put_state_into(
+        self, trainer: Trainer, wish: Wish, checkpoint: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Put into Lightning's checkpoint what a resume needs beyond it; returns this project's
+        entry. Every rank calls it.
+        """
+        snapshot = wish.snapshot
+        group = self._ending.group
+        was_validated = self._kept.was_validated.is_so
+        clean_counters(checkpoint["loops"]["fit_loop"], snapshot.place, was_validated)
+        schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+        checkpoint["lr_schedulers"] = [plain_state(schedule) for schedule in schedules]
+        for part in self._kept.all:
+            part.flush()
+        # Hooks of the validation have changed callbacks' states and buffers since the snapshot.
+        snapshot.put_entries_into(checkpoint)
+        state = self._kept.state_of(snapshot, group)
+        if snapshot.place == "epoch":
+            inside = self._cut_epoch.as_data(trainer, group)
+            if inside is not None:
+                state["inside_epoch"] = inside
+        record = self.add_choices(checkpoint)
+        record["state"] = state
+        record["run_id"] = self._own.run_id
+        record["can_go_on"] = wish.can_go_on
+        record.setdefault("versions", {})[other_version.NAME] = __version__
+        return record
+
+    def add_choices(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Put what the run chose by itself into a checkpoint, also into one that another callback
+        saves inside a hook; returns this project's entry.
+        """
+        record: dict[str, Any] = checkpoint.setdefault(RUN_KEY, {})
+        record[CHOSEN] = self._chosen.values
+        return record
+
+    def _note_saved(self, step: int | None) -> None:
+        """The files of a save are on the disk. ``step``: that of last.ckpt, if it was written."""
+        if step is not None:
+            self.saved_step = step
+        if self._own.mirror is not None:
+            # The mirror tells the step of last.ckpt.
+            self._own.mirror.take(step)
+
+    def _settle(self, trainer: Trainer, wish: Wish) -> None:
+        """Wait until the last save of a run is on the disk. One that has failed is tried once more.
+
+        Raises:
+            NotSaved: On all ranks, where that fails again.
+        """
+        if self._trouble_of_any_rank() is None:
+            return
+        self._save(trainer, wish)
+        reason = self._trouble_of_any_rank()
+        if reason is not None:
+            raise NotSaved(f"the run has ended, and its last state is not saved: {reason}")
+
+    def _trouble_of_any_rank(self) -> str | None:
+        """Why the newest save is not on the disk; None where it is. Every rank calls it."""
+        files = self._own.files
+        try:
+            files.wait()
+            mine = files.trouble
+        except UserError as error:
+            mine = str(error)
+        return next((each for each in of_all_ranks(mine, self._ending.group) if each), None)
+
+    # What it has cost
+
+    def facts(self) -> dict[str, float]:
+        """What the saves of this start have cost, by the names of the summary."""
+        costs = self._own.files.costs
+        seconds = max(time.monotonic() - self._began, costs.wait_seconds)
+        if not costs.bytes or seconds <= 0:
+            return {}
+        return {
+            "checkpoint/wait_pct": 100 * costs.wait_seconds / seconds,
+            "checkpoint/seconds": costs.write_seconds,
+            "checkpoint/gib": costs.bytes / 2**30,
+        }
