@@ -10,7 +10,8 @@ logging steps. It forgets the best when its folder changes, and numbers its file
 17543, 21800, 11379). Here every checkpoint is taken between two optimizer steps: the last step, its
 validation and its logging are done, and no hook of the next step has been called.
 
-Which hook does what stands in hooks.py. Each of the objects that do it has a page of its own:
+Which hook does what stands in hooks.py. engine.py makes the objects that do it for one training,
+and each has a page of its own:
 
 - kept.py: the parts of a checkpoint, and how they are taken
 - saving.py: what is due to be saved, and the one place that saves it
@@ -25,7 +26,7 @@ Which hook does what stands in hooks.py. Each of the objects that do it has a pa
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -36,12 +37,11 @@ from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from unbroken import lightning_internals
-from unbroken.checkpoint.cut_epoch import CutEpoch
 from unbroken.checkpoint.ending import Ending
-from unbroken.checkpoint.following import Best, Following
-from unbroken.checkpoint.hooks import put_hooks_in_front, take_hooks_out
+from unbroken.checkpoint.engine import Engine, Settings
+from unbroken.checkpoint.following import Best
+from unbroken.checkpoint.hooks import Hooks, put_in_front, take_hooks_out
 from unbroken.checkpoint.interval import Interval
-from unbroken.checkpoint.kept import KeptParts
 from unbroken.checkpoint.own_folder import OwnFolder
 from unbroken.checkpoint.refusals import (
     compare_sizes,
@@ -49,13 +49,8 @@ from unbroken.checkpoint.refusals import (
     refuse_ranks_of_functions,
     refuse_what_is_not_found,
 )
-from unbroken.checkpoint.restoring import Restoring
-from unbroken.checkpoint.saving import Saving
-from unbroken.checkpoint.shared_metrics import RankZeroAlone
-from unbroken.checkpoint.validation import Validation
 from unbroken.chosen import Chosen
 from unbroken.errors import UserError
-from unbroken.loading import ExactLoading
 from unbroken.machine import threads
 from unbroken.machine.waiting import waiting
 from unbroken.mirror.mirror import Mirror
@@ -122,47 +117,24 @@ class ExactCheckpoint(callbacks.Checkpoint):
         copied_to = Mirror(mirror) if isinstance(mirror, str) else mirror
         self.own = OwnFolder(folder, run_id, copied_to)
         self.ending = Ending(self.own, requeue_signal)
-        self.of_rank_zero_alone = RankZeroAlone()
-        self._interval = Interval.of(every)
-        self._further_parts = list(parts)
-        self._changed = changed
-        self._seed = seed
-        self._chosen = chosen or Chosen()
-        self._keeps_undeclared = undeclared
+        self._settings = Settings(
+            Interval.of(every),
+            list(parts),
+            changed,
+            seed,
+            chosen or Chosen(),
+            undeclared,
+            best_key=self.state_key,
+        )
+        self.engine = self._new_engine()
         # Whether the watch over waiting threads is this run's, and ends with it.
         self._watches_threads = False
         self._seams: Seams | None = None
-        self._begin_training()
 
-    def _begin_training(self) -> None:
-        """Forget a training that was before, of the same object."""
-        self.loading = ExactLoading(self._seed)
-        self.following = Following(self.best)
-        self.kept = KeptParts(
-            self.loading, self.following, self._further_parts, self._keeps_undeclared
-        )
-        self.validation = Validation(self.kept)
-        self.cut_epoch = CutEpoch(self.kept)
-        self.saving = Saving(
-            self.own,
-            self._interval,
-            self.kept,
-            self.following,
-            self.ending,
-            self.cut_epoch,
-            self.loading,
-            self._chosen,
-        )
-        self.restoring = Restoring(
-            self.own,
-            self.kept,
-            self.best,
-            self.loading,
-            self._seed,
-            self._changed,
-            best_key=self.state_key,
-        )
+    def _new_engine(self) -> Engine:
+        """The objects of a training that forget one before, of the same callback."""
         self.ending.request = 0
+        return Engine(self.own, self.ending, self.best, self._settings)
 
     # What others ask for, by the names of ModelCheckpoint
 
@@ -216,8 +188,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
     @property
     def saved_step(self) -> int | None:
         """The optimizer step that ``last.ckpt`` holds. None: it was neither read nor written."""
-        written = self.saving.saved_step
-        return self.restoring.loaded_step if written is None else written
+        written = self.engine.saving.saved_step
+        return self.engine.restoring.loaded_step if written is None else written
 
     @property
     def resume_from(self) -> str | None:
@@ -243,7 +215,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def add_facts(self, trainer: Trainer, result: Any) -> None:
         """Add to the summary what the saves of this start have cost (rank zero's)."""
-        result.summary.metrics |= self.saving.facts()
+        result.summary.metrics |= self.engine.saving.facts()
 
     # The start of a stage: what is taken over
 
@@ -257,12 +229,14 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # Of a stage before that ended without a teardown.
         self._put_everything_back(trainer)
         if stage == "fit":
-            self._begin_training()
+            self.engine = self._new_engine()
             self.best.ask(pl_module)
             self.own.begin(trainer)
-        put_hooks_in_front(trainer, self)
+        seams = Seams(trainer)
+        self._seams = seams
+        put_in_front(trainer, Hooks(self.engine, seams))
         self.ending.begin(trainer)
-        self._take_over_loaders(trainer)
+        self._take_over_loaders(trainer, seams)
         if not self.own.was_given:
             # A command has seen to its threads before it imported torch.
             threads.configure_later()
@@ -271,12 +245,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # Lightning does so after a checkpoint was loaded, into weights of half the size.
             pl_module.double()
 
-    def _take_over_loaders(self, trainer: Trainer) -> None:
-        self.loading.next_batch = partial(self.saving.next_batch, trainer)
-        self.loading.shares = lightning_internals.take_over_sharing(trainer)
-        seams = Seams(trainer)
-        self._seams = seams
-        self.loading.install(seams, trainer)
+    def _take_over_loaders(self, trainer: Trainer, seams: Seams) -> None:
+        loading = self.engine.loading
+        loading.next_batch = partial(self.engine.saving.next_batch, trainer)
+        loading.shares = lightning_internals.take_over_sharing(trainer)
+        loading.install(seams, trainer)
         if trainer.world_size > 1:
             group = self.ending.group
             seams.before_gathering(lambda tensor, of: compare_sizes(trainer, tensor, of or group))
@@ -293,21 +266,6 @@ class ExactCheckpoint(callbacks.Checkpoint):
         ]
         fill_in_what_was_left_out(checkpoint, [module.on_save_checkpoint, *of_callbacks])
         make_room_for_buffers(module, checkpoint)
-
-    def add_seams_of_training(
-        self, after_train_start: Callable[[], None], before_each_batch: Callable[[], None]
-    ) -> None:
-        """Let these be called where Lightning has no hook."""
-        assert self._seams is not None
-        self._seams.after_train_start(after_train_start)
-        self._seams.before_each_batch(before_each_batch)
-        self._seams.leave_out_empty_hooks()
-
-    def note_threads(self) -> None:
-        """As many CPU threads as compute now belong to the run: with others sums are rounded
-        differently.
-        """
-        self._chosen.values.setdefault("threads", torch.get_num_threads())
 
     # Its end: what is put back
 
@@ -330,11 +288,11 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._put_everything_back(trainer)
 
     def _put_everything_back(self, trainer: Trainer) -> None:
-        self.restoring.put_back(trainer)
+        self.engine.restoring.put_back(trainer)
         if self._seams is not None:
             self._seams.put_back()
             self._seams = None
-            lightning_internals.let_lightning_share(trainer, self.loading.shares)
+            lightning_internals.let_lightning_share(trainer, self.engine.loading.shares)
         self.own.release()
         self.ending.end(trainer)
         if self._watches_threads:
@@ -342,4 +300,4 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self._watches_threads = False
         take_hooks_out(trainer)
         # Whoever copies the callbacks after a run copies no Trainer with them.
-        self.loading.next_batch = None
+        self.engine.loading.next_batch = None

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from unbroken import lightning_internals
+from unbroken.checkpoint.engine import Engine
 from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.checkpoint.shared_buffers import share_buffers
 from unbroken.checkpoint.shared_metrics import share_sums
 from unbroken.loading import ExactLoader
+from unbroken.seams import Seams
 from unbroken.stopping import signals
 from unbroken.storage.checkpoint_files import OneSave
-
-if TYPE_CHECKING:
-    from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
 
 
 class Hooks(Callback):
@@ -43,61 +43,62 @@ class Hooks(Callback):
     | on_fit_end | where nothing was left to train: the hooks of its end again | restoring |
     """
 
-    def __init__(self, keep: ExactCheckpoint) -> None:
-        self.keep = keep
+    def __init__(self, engine: Engine, seams: Seams) -> None:
+        self.engine = engine
+        self.seams = seams
 
     # The start
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self.keep.restoring.read(trainer, pl_module, checkpoint)
+        self.engine.restoring.read(trainer, pl_module, checkpoint)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        keep = self.keep
+        engine = self.engine
         # Before the sanity check, which puts the generators back behind it.
-        keep.loading.settle_seed()
-        keep.note_threads()
-        keep.kept.fit_starts(trainer, pl_module)
-        keep.restoring.fit_starts(trainer)
+        engine.loading.settle_seed()
+        # With other threads sums are rounded differently.
+        engine.chosen.values.setdefault("threads", torch.get_num_threads())
+        engine.kept.fit_starts(trainer, pl_module)
+        engine.restoring.fit_starts(trainer)
         lightning_internals.average_on_the_device(trainer)
-        keep.add_seams_of_training(
-            after_train_start=lambda: self._after_train_start(trainer),
-            before_each_batch=lambda: self._before_batch(trainer),
-        )
+        self.seams.after_train_start(lambda: self._after_train_start(trainer))
+        self.seams.before_each_batch(lambda: self._before_batch(trainer))
+        self.seams.leave_out_empty_hooks()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A resumed run has no such check. So what it changes belongs to the state.
-        self.keep.kept.objects.check_begins(trainer)
+        self.engine.kept.objects.check_begins(trainer)
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.keep.kept.objects.check_ends(trainer)
+        self.engine.kept.objects.check_ends(trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        keep = self.keep
+        engine = self.engine
         signals.defer()
-        keep.own.training_starts()
-        keep.saving.training_starts(trainer)
-        keep.restoring.training_starts(trainer)
-        keep.loading.notes += keep.best.assumptions()
-        keep.loading.notes += what_is_not_exact(trainer, keep.loading)
+        engine.own.training_starts()
+        engine.saving.training_starts(trainer)
+        engine.restoring.training_starts(trainer)
+        engine.loading.notes += engine.best.assumptions()
+        engine.loading.notes += what_is_not_exact(trainer, engine.loading)
 
     def _after_train_start(self, trainer: Trainer) -> None:
         everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # A finder of Lightning's trains a few steps first, without the run's callbacks.
         if any(isinstance(each, Hooks) for each in everyone):
-            self.keep.restoring.restore(trainer)
+            self.engine.restoring.restore(trainer)
 
     # The training
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        keep = self.keep
+        engine = self.engine
         if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined]
             # Lightning does so, too, but later.
             lightning_internals.validated_batches(trainer).clear()
-        if trainer.current_epoch > 0 and not keep.restoring.is_under_way:
-            keep.following.epoch_is_over(trainer, keep.ending.group)
-            keep.saving.between_epochs(trainer)
+        if trainer.current_epoch > 0 and not engine.restoring.is_under_way:
+            engine.following.epoch_is_over(trainer, engine.ending.group)
+            engine.saving.between_epochs(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -106,33 +107,33 @@ class Hooks(Callback):
         self._before_batch(trainer)
 
     def _before_batch(self, trainer: Trainer) -> None:
-        keep = self.keep
-        keep.own.files.check()
-        keep.restoring.before_batch()
-        keep.saving.before_batch(trainer)
+        engine = self.engine
+        engine.own.files.check()
+        engine.restoring.before_batch()
+        engine.saving.before_batch(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        keep = self.keep
-        keep.restoring.batch_ends()
-        keep.kept.was_validated.is_so = False
-        keep.saving.batch_ends(trainer, batch_idx)
+        engine = self.engine
+        engine.restoring.batch_ends()
+        engine.kept.was_validated.is_so = False
+        engine.saving.batch_ends(trainer, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        keep = self.keep
-        if keep.loading.anywhere and keep.own.saves:
-            keep.cut_epoch.note(trainer)
-        keep.restoring.epoch_ends(trainer)
+        engine = self.engine
+        if engine.loading.anywhere and engine.own.saves:
+            engine.cut_epoch.note(trainer)
+        engine.restoring.epoch_ends(trainer)
         share_sums(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        keep = self.keep
-        if keep.restoring.was_over:
+        engine = self.engine
+        if engine.restoring.was_over:
             # It is saved.
             return
-        keep.following.training_is_over(trainer, keep.ending.group, keep.own.saves)
-        keep.saving.training_ends(trainer)
+        engine.following.training_is_over(trainer, engine.ending.group, engine.own.saves)
+        engine.saving.training_ends(trainer)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -142,22 +143,22 @@ class Hooks(Callback):
             way_to_the_disk.add_state(checkpoint)
         else:
             # Another callback saves, inside a hook: a resume from there is not exact.
-            self.keep.saving.add_choices(checkpoint)
+            self.engine.saving.add_choices(checkpoint)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.keep.restoring.fit_ends(trainer)
-        self.keep.own.training_is_over()
+        self.engine.restoring.fit_ends(trainer)
+        self.engine.own.training_is_over()
 
     # Evaluations
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        keep = self.keep
+        engine = self.engine
         if trainer.state.fn != "fit":
             signals.defer()
             return
-        share_buffers(trainer, pl_module, keep.ending.group)
-        keep.restoring.validation_starts(trainer)
-        keep.validation.starts(trainer)
+        share_buffers(trainer, pl_module, engine.ending.group)
+        engine.restoring.validation_starts(trainer)
+        engine.validation.starts(trainer)
 
     def on_validation_batch_end(
         self,
@@ -168,25 +169,25 @@ class Hooks(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        keep = self.keep
+        engine = self.engine
         if share_sums_of_loader(trainer, batch_idx, dataloader_idx):
-            keep.ending.agree(signals.state.requested)
-        if not keep.ending.is_asked_for:
+            engine.ending.agree(signals.state.requested)
+        if not engine.ending.is_asked_for:
             return
-        if keep.validation.runs:
-            snapshot = keep.validation.state_for_a_stop(trainer)
-            keep.saving.save_and_stop(trainer, snapshot)
-        keep.ending.stop(trainer)
+        if engine.validation.runs:
+            snapshot = engine.validation.state_for_a_stop(trainer)
+            engine.saving.save_and_stop(trainer, snapshot)
+        engine.ending.stop(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        keep = self.keep
-        keep.of_rank_zero_alone.tell(trainer)
+        engine = self.engine
+        engine.of_rank_zero_alone.tell(trainer)
         if trainer.state.fn != "fit":
             return
-        keep.restoring.validation_is_over(trainer)
-        keep.validation.is_over(trainer)
+        engine.restoring.validation_is_over(trainer)
+        engine.validation.is_over(trainer)
         if not trainer.sanity_checking:
-            keep.following.validation_is_over(trainer, keep.ending.group)
+            engine.following.validation_is_over(trainer, engine.ending.group)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.defer()
@@ -196,10 +197,10 @@ class Hooks(Callback):
     on_test_end = on_validation_end
 
 
-def put_hooks_in_front(trainer: Trainer, keep: ExactCheckpoint) -> None:
+def put_in_front(trainer: Trainer, hooks: Hooks) -> None:
     """Put the hooks before all other callbacks: what these do for a step comes after a save."""
     take_hooks_out(trainer)
-    trainer.callbacks = [Hooks(keep), *trainer.callbacks]  # type: ignore[attr-defined]
+    trainer.callbacks = [hooks, *trainer.callbacks]  # type: ignore[attr-defined]
 
 
 def take_hooks_out(trainer: Trainer) -> None:

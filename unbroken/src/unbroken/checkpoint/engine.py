@@ -1,0 +1,78 @@
+"""The objects that keep the promises of one training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unbroken.checkpoint.cut_epoch import CutEpoch
+from unbroken.checkpoint.ending import Ending
+from unbroken.checkpoint.following import Best, Following
+from unbroken.checkpoint.interval import Interval
+from unbroken.checkpoint.kept import KeptParts
+from unbroken.checkpoint.own_folder import OwnFolder
+from unbroken.checkpoint.restoring import Restoring
+from unbroken.checkpoint.saving import Saving
+from unbroken.checkpoint.shared_metrics import RankZeroAlone
+from unbroken.checkpoint.validation import Validation
+from unbroken.chosen import Chosen
+from unbroken.loading import ExactLoading
+from unbroken.parts.part import Part
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user of :class:`ExactCheckpoint` has given it, for every training."""
+
+    interval: Interval
+    further_parts: Sequence[Part]
+    changed: bool
+    seed: int | None
+    chosen: Chosen
+    undeclared: bool
+    # Under which name a checkpoint holds the state of the best.
+    best_key: str
+
+
+class Engine:
+    """One training's objects. The next training has others.
+
+    Args:
+        own: The folder of the run.
+        ending: How the run ends when it is asked to.
+        best: The best so far.
+        settings: What the user has given.
+    """
+
+    def __init__(self, own: OwnFolder, ending: Ending, best: Best, settings: Settings) -> None:
+        self.own = own
+        self.ending = ending
+        self.best = best
+        self.chosen = settings.chosen
+        self.of_rank_zero_alone = RankZeroAlone()
+        self.loading = ExactLoading(settings.seed)
+        self.following = Following(best)
+        self.kept = KeptParts(
+            self.loading, self.following, settings.further_parts, settings.undeclared
+        )
+        self.validation = Validation(self.kept)
+        self.cut_epoch = CutEpoch(self.kept)
+        self.saving = Saving(
+            own,
+            settings.interval,
+            self.kept,
+            self.following,
+            ending,
+            self.cut_epoch,
+            self.loading,
+            settings.chosen,
+        )
+        self.restoring = Restoring(
+            own,
+            self.kept,
+            best,
+            self.loading,
+            settings.seed,
+            settings.changed,
+            settings.best_key,
+        )
