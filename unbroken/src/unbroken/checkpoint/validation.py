@@ -11,7 +11,6 @@ from unbroken.checkpoint.kept import KeptParts
 from unbroken.checkpoint.noted import (
     Noted,
     Optimizers,
-    OwnEntries,
     Schedules,
     Weights,
     give_back_all,
@@ -53,7 +52,7 @@ class Validation:
             self._versions = lightning_internals.versions_of(trainer.lightning_module)
         if trainer.sanity_checking:
             return
-        self._noted += [Schedules(trainer), Optimizers(trainer), OwnEntries(trainer)]
+        self._noted += [Schedules(trainer), Optimizers(trainer)]
         self._snapshot = self._kept.take_before_validation(trainer)
 
     def state_for_a_stop(self, trainer: Trainer) -> Snapshot | None:
@@ -71,6 +70,8 @@ class Validation:
             say("this validation has changed weights: the run goes on from the checkpoint before.")
             return None
         give_back_all(self._noted, trainer)
+        # The user's own on_save_checkpoint is called later and saves what his objects hold then.
+        self._kept.give_objects_back(trainer, snapshot)
         self._kept.add_unchanged(trainer, snapshot)
         return snapshot
 
