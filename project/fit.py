@@ -35,26 +35,29 @@ from project.moved import MOVED
 
 
 def callbacks(run: Run) -> list[Callback | None]:
-    """Everything that takes part in a run, in this order. To leave something out, delete it."""
+    """What takes part in a run, in this order. To leave something out, delete its line: all but the
+    two that every run needs.
+    """
     return [
-        RunTimer(),
-        run.record,  # config.yaml, and what run it is, in each checkpoint
+        RunTimer(),  # needed: times the run, and knows whether it has begun
+        run.record,  # writes config.yaml, and names the run in each checkpoint
+        # those of the three that --monitors names
         *run.monitors(OptimizerMonitor(), ThroughputMonitor(), MemoryMonitor()),
-        MemorySnapshot(run.options.memory_snapshot),
+        MemorySnapshot(run.options.memory_snapshot),  # off without --memory_snapshot
         TestPredictions(),  # confusion matrix and worst mistakes
         Report(run.folder) if run.options.report else None,
         SlowPrecision(),  # says where half precision is slow here
-        WrongNumbers(run.options.monitor),  # says where a loss or metric is no number
+        WrongNumbers(run.options.monitor),  # says where a loss or metric is NaN or infinite
         run.progress,  # a line for each epoch
         *always_on(),
         *run.typed_callbacks,  # --trainer.callbacks
-        run.exact_checkpoint,  # best.ckpt and last.ckpt, exact resume, clean stop
-        LogLastStep(),
+        run.exact_checkpoint,  # needed: best.ckpt and last.ckpt, exact resume, clean stop
+        LogLastStep(),  # gives loggers an epoch's last step, also where it is no log step
     ]
 
 
 def loggers(run: Run) -> list[Logger]:
-    """Where the metrics of a run go: what --logger names, else W&B; and metrics.csv."""
+    """Where the metrics of a run go: the trackers of --logger (default: W&B), and metrics.csv."""
     return [*run.trackers, run.metrics_csv]
 
 

@@ -1,4 +1,4 @@
-"""Where classes are now that checkpoints of older versions name. A fresh clone can do without."""
+"""Old class paths in checkpoints, and the new ones. Only checkpoints of older versions need it."""
 
 from typing import Any
 

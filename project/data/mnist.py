@@ -38,17 +38,17 @@ class MNISTDataModule(LightningDataModule):
             the folders in it.
         source: ``mnist``: the files in ``root``, else a download into it, else an error.
             ``sample``: the bundled digits. ``auto``: ``mnist`` if it is there, else ``sample`` with
-            a warning; an error if ``root`` is another.
+            a warning; but an error if you named another ``root``.
         batch_size: Training samples per batch and device.
         eval_batch_size: Validation and test samples per batch and device. It changes speed and
             memory, never a metric.
-        shift_pixels: Augmentation: random shift per axis within ± this many pixels; a whole number
-            alone: whole ones. All five at 0: no augmentation.
+        shift_pixels: Augmentation: random shift per axis within ± this many pixels. It is by whole
+            pixels if this is a whole number and the next four are 0.
         rotate_degrees: Augmentation: random rotation within ± this angle.
         scale_fraction: Augmentation: random scaling per axis by 1 ± this fraction.
         shear_degrees: Augmentation: random shear within ± this angle.
         elastic_pixels: Augmentation: random bending, by this standard deviation per point of a
-            coarse lattice.
+            coarse lattice. With all five at 0 images stay as they are.
         transforms: Augmentation: transforms of ``torchvision.transforms.v2``, applied in order to
             the training images. ``MixUp`` and ``CutMix`` get the batch with its labels, every other
             one an image at a time, which takes longer than the augmentations above.
@@ -72,6 +72,7 @@ class MNISTDataModule(LightningDataModule):
             "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
         ],
     )
+    # The library asks for these names (unbroken.contract), and does without any that is missing.
     mean = [0.1307]  # of pixels in 0-1
     std = [0.3081]
     image_shape = (1, 28, 28)
@@ -141,7 +142,7 @@ class MNISTDataModule(LightningDataModule):
             there = f"type --data.root {self.root} to download there"
             problem = f", and a checkpoint alone names it: {there}"
         if problem:
-            self.do_without(problem)
+            self.use_bundled_digits(problem)
 
     def fetch(self, folder: str) -> None:
         """Torchvision's download."""
@@ -149,7 +150,7 @@ class MNISTDataModule(LightningDataModule):
 
         datasets.MNIST(folder, download=True)
 
-    def do_without(self, reason: str = "") -> None:
+    def use_bundled_digits(self, reason: str = "") -> None:
         """Take the bundled digits for missing files, and warn of it.
 
         Raises:
@@ -184,7 +185,7 @@ class MNISTDataModule(LightningDataModule):
     def setup(self, stage: str) -> None:
         if self.data_source != "sample":
             if self.files.missing(self.root):
-                self.do_without()
+                self.use_bundled_digits()
             else:
                 self.data_source = "mnist"
         # Ranks with different data would train on two sets.
@@ -192,8 +193,8 @@ class MNISTDataModule(LightningDataModule):
             found = f"found different data on different ranks (here: {self.data_source})"
             fix = "Give all machines the files, or name the source: --data.source mnist or sample."
             raise UserError(f"--data.source auto {found}. {fix}")
-        must = "be at most the set's 60,000 images"
-        require(self.batch_size <= 60_000, "--data.batch_size", must, self.batch_size)
+        allowed = "be at most the set's 60,000 images"
+        require(self.batch_size <= 60_000, "--data.batch_size", allowed, self.batch_size)
         for split in SPLITS.get(stage, []):
             if split not in self.splits:
                 self.splits[split] = data.first_samples(self.read(split), self.samples[split])

@@ -19,10 +19,13 @@ Batch = tuple[Tensor, Tensor]
 class MNISTClassifier(LightningModule):
     """Labels MNIST's digits: a network, cross-entropy, accuracy.
 
-    Logged, each exact over its samples and over all devices: ``train/loss`` at log steps (since the
-    last one) and at an epoch's end, ``train/accuracy`` at an epoch's end, ``val/loss``,
-    ``val/accuracy``, ``test/loss``, ``test/accuracy``. A loss is in nats and without smoothing, an
-    accuracy is a fraction in 0-1.
+    Logged, each exact over its samples and over all devices:
+
+    - ``train/loss`` at log steps (the mean since the last one), and at an epoch's end;
+    - ``train/accuracy`` at an epoch's end;
+    - ``val/loss``, ``val/accuracy``, ``test/loss``, ``test/accuracy`` after the evaluation.
+
+    A loss is in nats and without label smoothing. An accuracy is a fraction in 0-1.
 
     Args:
         network: Maps standardized images (batch, 1, 28, 28) to logits (batch, 10). Default:
@@ -79,6 +82,7 @@ class MNISTClassifier(LightningModule):
             self.network.compile()
         tasks.register_mean_and_std(self, [0.1307], [0.3081])
 
+        # Their sums are in every checkpoint: a resume goes on with them.
         loss = partial(cross_entropy, reduction="none")
         self.train_means = tasks.RunningMeans(self, loss=loss, accuracy=tasks.is_right)
         self.eval_means = tasks.RunningMeans(self, loss=loss, accuracy=tasks.is_right)
@@ -87,8 +91,9 @@ class MNISTClassifier(LightningModule):
         self.train_means.reset()
         self.eval_means.reset()
         if stage == "fit":
+            # Checks the number of logits, and takes the data module's mean and std of pixels.
             tasks.fit_to_data(self, self.network)
-            # Not biases and norms. It is asked now, because FSDP makes every weight flat.
+            # All weights but biases and norms. Here, because FSDP makes every weight flat later.
             self.decays = tasks.which_decay(self.parameters())
 
     def forward(self, images: Tensor) -> Tensor:
@@ -124,6 +129,7 @@ class MNISTClassifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
+        # Here, and only at log steps, because a mean must wait for the device.
         if tasks.is_log_step(self.trainer, batch_idx):
             self.log_dict(self.train_means.since_log_step("train/", "loss"))
 

@@ -1,4 +1,4 @@
-"""The networks: normalised images in, logits out. Every size is a plain constructor argument."""
+"""The networks: standardized images in, logits out. Every size is a plain constructor argument."""
 
 import math
 
@@ -48,9 +48,9 @@ class ConvNet(nn.Module):
     """A small convolutional network; every width is a multiple of 8, which suits tensor cores and
     vector units.
 
-    A stage is convolution, pooling where asked for, batch normalisation, ReLU: pooling first spares
-    the last two three quarters of their work. The first stage quarters the image by its stride:
-    pooling would take a third of a step.
+    A stage is convolution, pooling where asked for, batch normalization, ReLU. Pooling comes before
+    the last two because it saves three quarters of their work. The first stage quarters the image
+    by its stride: pooling would take a third of a step.
 
     Args:
         image_shape: Channels, height and width of the images.

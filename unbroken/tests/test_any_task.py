@@ -642,7 +642,7 @@ def test_a_mode_that_is_typed_on_resume_beats_the_checkpoints() -> None:
         pytest.approx(min(Told.errors)),
     )
     named = Best.of(None, "max")
-    named.ask(Told())
+    named.take_names_of(Told())
     assert named.mode == "max"
     by_default = Best(named_mode="max")
     by_default.take({"val/loss": 0.5}, 0)
@@ -656,7 +656,7 @@ def test_a_module_whose_monitor_is_no_name_leaves_the_choice_to_what_is_logged(
     module: Any = Told()
     module.monitor, module.mode = monitor, "min"
     best = Best.of(None, None)
-    best.ask(module)
+    best.take_names_of(module)
     assert (best.monitor, best.named_mode, best.asked) == (
         None,
         None,

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from unbroken import ExactCheckpoint, Part, Stopped
 from unbroken.checkpoint import ending
+from unbroken.checkpoint.hooks import Hooks
 from unbroken.errors import UserError
 from unbroken.seams import HOOKS_OF_BATCHES
 
@@ -984,3 +985,9 @@ def test_a_steps_hooks_that_do_nothing_are_not_called_while_a_run_is_on(workplac
     assert counts.called == ["on_train_batch_end"]
     assert all(callable(getattr(counts, hook)) for hook in HOOKS_OF_BATCHES)
     assert not set(HOOKS_OF_BATCHES) & set(vars(counts))
+
+
+def test_the_table_of_hooks_names_each_hook_that_is_there() -> None:
+    rows = [line for line in str(Hooks.__doc__).splitlines() if line.strip().startswith("| ")]
+    told = {name for row in rows for name in re.findall(r"on_\w+", row.split("|")[1])}
+    assert told == {name for name in vars(Hooks) if name.startswith("on_")}

@@ -215,20 +215,27 @@ def test_ranks_that_are_functions_are_refused_at_the_start(workplace: Path, stra
     assert not Path("r").exists()
 
 
-class Counts(Callback):
-    """Counts how often it is asked what it saves, and notes where."""
+class Asked(Callback):
+    """Counts how often it is asked what it saves."""
 
     def __init__(self) -> None:
-        self.checks = 0
+        self.asked = 0
 
     def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
-        self.checks += trainer.sanity_checking
+        self.asked += 1
 
 
-def test_nobody_is_asked_what_he_saves_in_a_sanity_check(workplace: Path) -> None:
-    counts = Counts()
-    trainer_of(ExactCheckpoint("r"), counts).fit(Regression())
-    assert counts.checks == 0
+def test_what_is_saved_is_asked_for_at_a_save_and_never_else(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = Asked()
+    saves: list[int] = []
+    save = Trainer.save_checkpoint
+    monkeypatch.setattr(
+        Trainer, "save_checkpoint", lambda *args, **kwargs: (saves.append(1), save(*args, **kwargs))
+    )
+    trainer_of(ExactCheckpoint("r"), counts, max_epochs=3).fit(Regression())
+    assert counts.asked == len(saves) > 2
 
 
 def test_a_scripts_run_that_has_ended_is_listed_as_finished(workplace: Path) -> None:

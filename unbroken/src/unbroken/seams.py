@@ -1,4 +1,5 @@
-"""The public methods of Trainer's own objects that are replaced while a run is on, with reasons.
+"""The public methods of Lightning's and torch's objects that are replaced while a run is on, with
+reasons.
 
 These methods are public, so a look for private names does not find them. Each is a place where
 Lightning calls its own object, and where it has no hook for a callback. :data:`SEAMS` lists them,

@@ -9,9 +9,9 @@ from lightning.pytorch import LightningModule, Trainer
 from unbroken.checkpoint.kept import KeptParts
 from unbroken.checkpoint.noted import (
     EXTRA_STATE,
-    Optimizers,
+    OptimizerGroups,
     Schedules,
-    Weights,
+    SwappedWeights,
     give_extra_states,
 )
 from unbroken.checkpoint.snapshot import Snapshot, entries_of_users
@@ -35,9 +35,10 @@ class CutEpoch:
         self._inside: Snapshot | None = None
         self._loops: dict[str, Any] = {}
         self._entries_of_users: dict[str, Any] = {}
-        # What hooks of the epoch's end may change of the training. None: see the strategy.
-        self._weights: Weights | None = None
-        self._optimizers: Optimizers | None = None
+        # What hooks of the epoch's end may change of the training. Under a strategy that shards
+        # weights these are None.
+        self._weights: SwappedWeights | None = None
+        self._optimizers: OptimizerGroups | None = None
         self._schedules: Schedules | None = None
 
     def note(self, trainer: Trainer) -> None:
@@ -48,8 +49,8 @@ class CutEpoch:
         self._inside.add_entries(trainer)
         self._entries_of_users = entries_of_users(trainer)
         if not isinstance(trainer.strategy, SHARDING):
-            self._weights = Weights(trainer)
-        self._optimizers = Optimizers(trainer)
+            self._weights = SwappedWeights(trainer)
+        self._optimizers = OptimizerGroups(trainer)
         self._schedules = Schedules(trainer)
         loops = trainer.fit_loop.state_dict()
         # Lightning has counted the epoch as processed by now.
@@ -74,7 +75,7 @@ class CutEpoch:
         }
 
     def _changed_training(self, trainer: Trainer) -> dict[str, Any]:
-        """What was changed since, as it was before: plain data."""
+        """The old values of what the hooks of the epoch's end have changed, as plain data."""
         assert self._optimizers is not None
         assert self._schedules is not None
         copies = (

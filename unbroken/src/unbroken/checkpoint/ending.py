@@ -59,12 +59,12 @@ class Ending:
         return self.request > SAVE_DUE
 
     def agree(self, mine: int) -> None:
-        """Give this rank's request, and get what all have asked for one call ago."""
+        """Give this rank's request, and note what all have asked for one call ago."""
         assert self._agreement is not None
         self.request = max(self.request, self._agreement.latest(mine))
 
     def agree_at_the_end(self) -> None:
-        """Get what all ranks ask for now. They wait for one another."""
+        """Note what all ranks ask for now. They wait for one another."""
         self.request = max(self.request, *of_all_ranks(signals.state.requested, self.group))
 
     def next_batch(self, rank: int, has_one: bool, mine: int) -> NextBatch:
@@ -92,7 +92,7 @@ class Ending:
     def _leave_for_requeue(self, trainer: Trainer) -> None:
         """Put a copy of ``last.ckpt`` where Lightning looks as a queued script starts again.
 
-        A command finds its own.
+        A command finds its own checkpoint.
         """
         last = self._own.files.last
         if self._own.was_given or not self._own.saves or not last.exists():

@@ -13,7 +13,7 @@ from unbroken.checkpoint.kept import KeptParts
 from unbroken.checkpoint.own_folder import OwnFolder
 from unbroken.checkpoint.restoring import Restoring
 from unbroken.checkpoint.saving import Saving
-from unbroken.checkpoint.shared_metrics import RankZeroAlone
+from unbroken.checkpoint.shared_metrics import UnsharedValues
 from unbroken.checkpoint.validation import Validation
 from unbroken.chosen import Chosen
 from unbroken.loading import ExactLoading
@@ -49,7 +49,7 @@ class Engine:
         self.ending = ending
         self.best = best
         self.chosen = settings.chosen
-        self.of_rank_zero_alone = RankZeroAlone()
+        self.unshared_values = UnsharedValues()
         self.loading = ExactLoading(settings.seed)
         self.following = Following(best)
         self.kept = KeptParts(

@@ -1,4 +1,4 @@
-"""The engine's one callback: exact resume, clean stop, whole files and exact evaluation in any
+"""The engine's callback: exact resume, clean stop, whole files and exact evaluation in any
 Trainer.
 
     keep = ExactCheckpoint("checkpoints/mine", monitor="val_loss", mode="min", every="60s")
@@ -132,7 +132,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._seams: Seams | None = None
 
     def _new_engine(self) -> Engine:
-        """The objects of a training that forget one before, of the same callback."""
+        """New objects, so that nothing of an earlier training is left."""
         self.ending.request = 0
         return Engine(self.own, self.ending, self.best, self._settings)
 
@@ -230,7 +230,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self._put_everything_back(trainer)
         if stage == "fit":
             self.engine = self._new_engine()
-            self.best.ask(pl_module)
+            self.best.take_names_of(pl_module)
             self.own.begin(trainer)
         seams = Seams(trainer)
         self._seams = seams

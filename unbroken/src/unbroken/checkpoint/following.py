@@ -38,7 +38,7 @@ class Best:
     asked: Literal["typed", "module"] | None = None
     score: float | None = None
     epoch: int | None = None
-    # What its validation logged.
+    # What its validation logged, by names that begin with ``val``.
     metrics: dict[str, float] = field(default_factory=dict)
 
     @classmethod
@@ -51,7 +51,7 @@ class Best:
         require(monitor, "--monitor", "be a metric's name", "nothing")
         return cls(monitor, mode, "typed")
 
-    def ask(self, module: LightningModule) -> None:
+    def take_names_of(self, module: LightningModule) -> None:
         """Take over what the module names, where the user has named nothing."""
         if self.monitor is not None or not isinstance(module, contract.NamesMetric):
             return
@@ -185,6 +185,7 @@ class Following(Part):
         if must_be_there and best.monitor not in logged:
             names = ", ".join(sorted(logged))
             raise UserError(f"--monitor must be logged, got {best.monitor}. Logged: {names}.")
+        # Lightning counts the epoch that has ended already.
         if best.take(logged, trainer.current_epoch - 1):
             self.is_new = True
 

@@ -28,7 +28,7 @@ class Hooks(Callback):
     | --- | --- | --- |
     | setup | loaders and signals are taken over, and three seams (seams.py) | ExactCheckpoint |
     | on_load_checkpoint | the state is read; where loaders start is set | restoring |
-    | on_fit_start | what this start has made is noted; two seams more | kept, restoring |
+    | on_fit_start | what this start has made is noted; three seams more | kept, restoring |
     | on_sanity_check_start, on_sanity_check_end | what this check changes is noted | kept |
     | on_train_start | changed hyperparameters win; the user's hooks come after this | restoring |
     | (seam) after on_train_start | RESTORE: on_train_epoch_start again, every part | restoring |
@@ -36,9 +36,10 @@ class Hooks(Callback):
     | on_save_checkpoint | every part is put into the checkpoint that is saved | saving |
     | on_train_batch_end | the ranks agree to save or stop before the next batch | saving |
     | on_validation_start | a snapshot, for a stop inside the validation | validation |
-    | on_validation_batch_end, on_test_batch_end | the stop inside it; sums over ranks | saving |
-    | on_validation_end, on_test_end | the followed metric is compared | following |
-    | on_train_epoch_end | sums over ranks; a snapshot where a limit cuts the epoch | cut_epoch |
+    | on_validation_batch_end, on_test_batch_end | sums over ranks; the stop | validation, ending |
+    | on_validation_end | the followed metric is compared | validation, following |
+    | on_test_start, on_test_end | signals wait; values that ranks do not share are told | hooks |
+    | on_train_epoch_end | a snapshot where a limit cuts the epoch; sums over ranks | cut_epoch |
     | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last | saving |
     | on_fit_end | where nothing was left to train: the hooks of its end again | restoring |
     """
@@ -94,8 +95,9 @@ class Hooks(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
         if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined]
-            # Lightning does so, too, but later.
+            # Lightning does so, too, but after the save below, which holds these counts.
             lightning_internals.validated_batches(trainer).clear()
+        # Before the first epoch there is nothing to save.
         if trainer.current_epoch > 0 and not engine.restoring.is_under_way:
             engine.following.epoch_is_over(trainer, engine.ending.group)
             engine.saving.between_epochs(trainer)
@@ -138,9 +140,9 @@ class Hooks(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        way_to_the_disk = trainer.strategy.checkpoint_io
-        if isinstance(way_to_the_disk, OneSave):
-            way_to_the_disk.add_state(checkpoint)
+        checkpoint_io = trainer.strategy.checkpoint_io
+        if isinstance(checkpoint_io, OneSave):
+            checkpoint_io.add_state(checkpoint)
         else:
             # Another callback saves, inside a hook: a resume from there is not exact.
             self.engine.saving.add_choices(checkpoint)
@@ -170,18 +172,32 @@ class Hooks(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         engine = self.engine
-        if share_sums_of_loader(trainer, batch_idx, dataloader_idx):
-            engine.ending.agree(signals.state.requested)
+        self._agree_in_evaluation(trainer, batch_idx, dataloader_idx)
         if not engine.ending.is_asked_for:
             return
         if engine.validation.runs:
             snapshot = engine.validation.state_for_a_stop(trainer)
             engine.saving.save_and_stop(trainer, snapshot)
-        engine.ending.stop(trainer)
+        else:
+            engine.ending.stop(trainer)
+
+    def _agree_in_evaluation(self, trainer: Trainer, batch_idx: int, dataloader_idx: int) -> None:
+        """Where all ranks are known to be here, let them agree on a stop. After the last batch of a
+        loader they add up what was logged.
+        """
+        if trainer.world_size > 1:
+            loaders, is_last = lightning_internals.evaluated(trainer, batch_idx, dataloader_idx)
+            # Only exact loaders are known to have equally many batches on all ranks.
+            if not all(has_equal_batches(each) for each in loaders):
+                return
+            if is_last and not trainer.sanity_checking:
+                # Lightning computes the values before the epoch's end.
+                share_sums(trainer)
+        self.engine.ending.agree(signals.state.requested)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
-        engine.of_rank_zero_alone.tell(trainer)
+        engine.unshared_values.tell(trainer)
         if trainer.state.fn != "fit":
             return
         engine.restoring.validation_is_over(trainer)
@@ -210,20 +226,6 @@ def take_hooks_out(trainer: Trainer) -> None:
     trainer.callbacks = others  # type: ignore[attr-defined]
 
 
-def share_sums_of_loader(trainer: Trainer, batch_idx: int, dataloader_idx: int) -> bool:
-    """Add up over the ranks what an evaluation has logged, after the last batch of a loader.
-
-    Lightning computes the values before the epoch's end.
-
-    Returns:
-        Whether all ranks are known to be here.
-    """
-    if trainer.world_size == 1:
-        return True
-    loaders, is_last = lightning_internals.evaluated(trainer, batch_idx, dataloader_idx)
-    # Only exact loaders are known to have equally many batches on all ranks.
-    if not all(isinstance(each, ExactLoader) and each.ranks_agree for each in loaders):
-        return False
-    if is_last and not trainer.sanity_checking:
-        share_sums(trainer)
-    return True
+def has_equal_batches(loader: Any) -> bool:
+    """Whether a loader has as many batches on every rank."""
+    return isinstance(loader, ExactLoader) and loader.ranks_agree

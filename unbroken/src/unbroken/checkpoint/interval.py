@@ -17,11 +17,11 @@ class Interval:
     """The time between two saves.
 
     Args:
-        seconds: The wish.
-        steps: Optimizer steps between two saves. None: the seconds count. Else they do not.
+        seconds: As they are wished for.
+        steps: Optimizer steps between two saves. If they are given, the seconds do not count.
     """
 
-    def __init__(self, seconds: float, steps: int | None = None) -> None:
+    def __init__(self, seconds: float = 60.0, steps: int | None = None) -> None:
         self.seconds = seconds
         self.steps = steps
         self._has_told = False
@@ -38,7 +38,7 @@ class Interval:
             return cls(float(seconds[1]))
         steps = re.fullmatch(r"\s*(\d{1,9})\s*(?:steps?)?\s*", str(text))
         if steps and int(steps[1]) > 0:
-            return cls(60.0, int(steps[1]))
+            return cls(steps=int(steps[1]))
         must = "be optimizer steps (500) or seconds (60s), above 0"
         raise UserError(f"--checkpoint_every (in a script: every) must {must}, got {text}.")
 
@@ -46,7 +46,7 @@ class Interval:
         """Whether a save is due at one of the steps after ``before``, up to ``now``."""
         return self.steps is not None and before // self.steps < now // self.steps
 
-    def is_over(self, passed: float, costs: Costs) -> bool:
+    def seconds_are_over(self, passed: float, costs: Costs) -> bool:
         """Whether so many seconds after a save the next one is due."""
         return self.steps is None and passed >= self.seconds_with(costs)
 

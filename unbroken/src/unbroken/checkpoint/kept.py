@@ -95,7 +95,9 @@ class KeptParts:
         }
 
     def _tell_loaders(self, trainer: Trainer, place: Place) -> None:
-        """Whether the training of this epoch is done, so that the next batch is of the next."""
+        """Tell the loaders whether this epoch's training is done: their next batch is then of the
+        next epoch.
+        """
         after_the_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         in_last_validation = place == "validation" and after_the_last
         self._positions.epoch_is_over = place == "epoch" or in_last_validation

@@ -76,7 +76,7 @@ def what_loaders_side_by_side_lack(trainer: Trainer, loading: ExactLoading) -> l
     ]
 
 
-def begins_averaged_batch_norms(trainer: Trainer) -> bool:
+def is_before_epoch_for_batch_norms(trainer: Trainer) -> bool:
     """Whether training is before the epoch that StochasticWeightAveraging adds for batch norms.
 
     Lightning cannot go on there: in this epoch the callback makes neither its schedule nor its
@@ -90,7 +90,7 @@ def begins_averaged_batch_norms(trainer: Trainer) -> bool:
     return False
 
 
-def has_averaged_batch_norms(trainer: Trainer) -> bool:
+def is_after_epoch_for_batch_norms(trainer: Trainer) -> bool:
     """Whether the epoch that StochasticWeightAveraging adds for batch norms is over.
 
     The callback can end only a training whose last epoch it has seen itself.

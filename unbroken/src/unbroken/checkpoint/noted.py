@@ -52,7 +52,7 @@ def give_back_all(noted: Iterable[Noted], trainer: Trainer) -> None:
         each.give_back(trainer)
 
 
-class Weights(Noted):
+class SwappedWeights(Noted):
     """The parameters and buffers of the module, copied on their device. To be given back where the
     run ends: hooks may have put other memory in their place, such as averaged weights, and this
     memory is left alone.
@@ -67,7 +67,7 @@ class Weights(Noted):
             tensor.data = value
 
 
-class LoadedWeights(Noted):
+class WeightValues(Noted):
     """The parameters and buffers of the module, copied to the CPU. The run goes on with the memory
     that they have.
     """
@@ -82,7 +82,7 @@ class LoadedWeights(Noted):
                 tensor.copy_(value)
 
 
-class Optimizers(Noted):
+class OptimizerGroups(Noted):
     """The groups of optimizers, and which state each parameter has. The state's tensors are not
     copied, since they may be larger than the weights: what hooks change inside them stays.
     """
@@ -104,7 +104,7 @@ class Optimizers(Noted):
             optimizer.state.update(states)
 
 
-class LoadedOptimizers(Noted):
+class OptimizerStates(Noted):
     """The states of optimizers, copied."""
 
     def __init__(self, trainer: Trainer) -> None:

@@ -22,7 +22,7 @@ from unbroken import lightning_internals
 from unbroken.checkpoint.following import Best
 from unbroken.checkpoint.kept import KeptParts
 from unbroken.checkpoint.not_exact import (
-    has_averaged_batch_norms,
+    is_after_epoch_for_batch_norms,
     mend_states_of_lightnings_callbacks,
     what_loaders_side_by_side_lack,
 )
@@ -30,11 +30,11 @@ from unbroken.checkpoint.noted import (
     CallbackStates,
     DataState,
     ExtraStates,
-    LoadedOptimizers,
-    LoadedWeights,
     Noted,
+    OptimizerStates,
     OwnEntries,
     Schedules,
+    WeightValues,
     give_back_all,
 )
 from unbroken.checkpoint.other_version import note_of_version
@@ -91,7 +91,7 @@ class Restoring:
         self._seed = seed
         self._changed = changed
         self._best_key = best_key
-        # Whether this training has what it goes on from, if anything.
+        # Whether the checkpoint was read, or there is none.
         self._has_loaded = False
         # None: nothing is left to give back.
         self._resume: Resume | None = None
@@ -154,15 +154,16 @@ class Restoring:
         objects = self._kept.objects
         objects.give_back_early(trainer, resume.mine(trainer).get(objects.name, {}))
         self._keep_seeds_of(resume)
-        # It had stopped early, and nothing was changed since. A validation that it was killed in
-        # comes first.
+        # A run that had stopped early stays so, unless a setting was changed. But a validation that
+        # it was killed in comes first.
         trainer.should_stop = resume.should_stop and resume.place != "validation"
 
     def _give_buffers(
         self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Give a module that is only evaluated the buffers that its state dict lacks. One that
-        training has changed later only is again as it was made.
+        """Give a module that is only evaluated the buffers that its state dict lacks.
+
+        A buffer that training has first changed after this checkpoint is again as it was made.
         """
         lightning_internals.forget_averages(trainer)
         buffers: dict[str, torch.Tensor | None] = {}
@@ -189,9 +190,7 @@ class Restoring:
             )
 
     def _note_other_threads(self, trainer: Trainer, before: int | None) -> None:
-        """Say so where as many CPU threads compute as the run had not: sums are added up in another
-        order.
-        """
+        """Say so if the number of CPU threads differs: sums are then added up in another order."""
         now = torch.get_num_threads()
         if before in (None, now) or trainer.strategy.root_device.type != "cpu":
             return
@@ -228,11 +227,11 @@ class Restoring:
         if trainer.strategy.restore_checkpoint_after_setup:
             # Such a strategy loads after on_fit_start, and so over what it has changed.
             self._note_loaded(trainer)
-        self._before_hooks = [LoadedOptimizers(trainer), Schedules(trainer), *self._before_hooks]
+        self._before_hooks = [OptimizerStates(trainer), Schedules(trainer), *self._before_hooks]
 
     def _note_loaded(self, trainer: Trainer) -> None:
         # What a module or callback counts and loads itself comes last: a hook may count it.
-        kinds = (LoadedWeights, CallbackStates, DataState, ExtraStates, OwnEntries)
+        kinds = (WeightValues, CallbackStates, DataState, ExtraStates, OwnEntries)
         self._before_hooks = [kind(trainer) for kind in kinds]
 
     # 3. All hooks of the start are done
@@ -258,7 +257,7 @@ class Restoring:
             kept.objects.undo(trainer)
             give_back_all(self._before_hooks, trainer)
             self._before_hooks = []
-            resume.settle_place(trainer, self._loading)
+            resume.recount_batches(trainer, self._loading)
             resume.give_back(trainer, [part for part in kept.all if not part.is_a_file])
             self._batches_validated_before = dict(lightning_internals.validated_batches(trainer))
             # Files are changed last: what cannot be restored is refused before.
@@ -306,6 +305,7 @@ class Restoring:
         more.
         """
         if self._resume is not None and self._resume.steps_more:
+            # Lightning's loop ends an epoch by this.
             raise StopIteration
 
     def batch_ends(self) -> None:
@@ -313,14 +313,16 @@ class Restoring:
         self._resume = None
 
     def epoch_ends(self, trainer: Trainer) -> None:
-        """End an epoch in whose last validation the run went on."""
+        """Let the next epoch begin like any other, also after one in whose last validation the run
+        was resumed.
+        """
         if self._resume is not None:
             trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
             self._resume = None
         lightning_internals.end_restart(trainer)
 
     def validation_starts(self, trainer: Trainer) -> None:
-        """Lightning may have begun to count anew what validations have read."""
+        """Give back how many batches validations have read, if Lightning counts anew."""
         lightning_internals.validated_batches(trainer).update(self._batches_validated_before)
 
     def validation_is_over(self, trainer: Trainer) -> None:
@@ -337,7 +339,7 @@ class Restoring:
         if self._resume is None:
             return
         self.was_over = True
-        if self._resume.place == "epoch" and not has_averaged_batch_norms(trainer):
+        if self._resume.place == "epoch" and not is_after_epoch_for_batch_norms(trainer):
             # Call the hooks of a training's end, before which the last checkpoint was saved. Such a
             # hook may give the module its averaged weights. Lightning calls none of them here.
             # Those of the start come first, since callbacks rely on them.

@@ -106,7 +106,7 @@ class Resume:
             return {}
         return self.ranks[trainer.global_rank]
 
-    def settle_place(self, trainer: Trainer, loading: ExactLoading) -> None:
+    def recount_batches(self, trainer: Trainer, loading: ExactLoading) -> None:
         """Where a run had other ranks or batches, make Lightning's count of batches agree with the
         loader's.
         """

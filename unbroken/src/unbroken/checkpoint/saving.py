@@ -27,7 +27,7 @@ from unbroken.checkpoint.ending import Ending
 from unbroken.checkpoint.following import Following
 from unbroken.checkpoint.interval import Interval
 from unbroken.checkpoint.kept import KeptParts
-from unbroken.checkpoint.not_exact import begins_averaged_batch_norms
+from unbroken.checkpoint.not_exact import is_before_epoch_for_batch_norms
 from unbroken.checkpoint.own_folder import OwnFolder
 from unbroken.checkpoint.snapshot import Snapshot
 from unbroken.chosen import Chosen
@@ -72,8 +72,8 @@ class Saving:
         chosen: What the run chose by itself.
 
     Attributes:
-        saved_step: The optimizer step that ``last.ckpt`` holds. None: it was neither read nor
-            written yet.
+        saved_step: The optimizer step of the ``last.ckpt`` that this training has written. None: it
+            has written none yet.
     """
 
     def __init__(
@@ -137,12 +137,14 @@ class Saving:
         if not trainer.is_global_zero or files.is_busy:
             return 0
         passed = time.monotonic() - self._last_save
-        return SAVE_DUE if self._interval.is_over(passed, files.costs) else 0
+        return SAVE_DUE if self._interval.seconds_are_over(passed, files.costs) else 0
 
     # The moments for a save
 
     def before_batch(self, trainer: Trainer) -> None:
-        """Save and stop, if that is due. Nothing of the next step has been done."""
+        """Save and stop, if that is due. Of the next step nothing is done but that its batch was
+        fetched.
+        """
         if self._ending.request or self._following.is_new:
             self.save_and_stop(trainer, self._kept.take(trainer, "batch"))
 
@@ -190,7 +192,7 @@ class Saving:
     def _can_go_on(self, trainer: Trainer, snapshot: Snapshot) -> bool:
         """Whether a run that is resumed with this snapshot can start there."""
         if snapshot.place == "epoch":
-            return not begins_averaged_batch_norms(trainer)
+            return not is_before_epoch_for_batch_norms(trainer)
         return self._loading.anywhere
 
     def _save(self, trainer: Trainer, wish: Wish) -> None:
@@ -209,7 +211,7 @@ class Saving:
     def _put_state_into(
         self, trainer: Trainer, wish: Wish, checkpoint: dict[str, Any]
     ) -> dict[str, Any]:
-        """Put into Lightning's checkpoint what a resume needs beyond it; returns this project's
+        """Put into Lightning's checkpoint what a resume needs beyond it; returns the library's
         entry. Every rank calls it.
         """
         snapshot = wish.snapshot
@@ -236,7 +238,7 @@ class Saving:
 
     def add_choices(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Put what the run chose by itself into a checkpoint, also into one that another callback
-        saves inside a hook; returns this project's entry.
+        saves inside a hook; returns the library's entry.
         """
         record: dict[str, Any] = checkpoint.setdefault(RUN_KEY, {})
         record[CHOSEN] = self._chosen.values

@@ -66,7 +66,7 @@ def join_of(logged: Any) -> Any:
     return sum
 
 
-class RankZeroAlone:
+class UnsharedValues:
     """Tells once of each value that an evaluation logged outside of its step, with another value on
     each rank.
 

@@ -10,9 +10,9 @@ from unbroken import contract, lightning_internals
 from unbroken.checkpoint.kept import KeptParts
 from unbroken.checkpoint.noted import (
     Noted,
-    Optimizers,
+    OptimizerGroups,
     Schedules,
-    Weights,
+    SwappedWeights,
     give_back_all,
 )
 from unbroken.checkpoint.shared_buffers import share_buffers_in_next_pass
@@ -47,12 +47,12 @@ class Validation:
         self._noted = []
         self._versions = {}
         if self._may_change_weights(trainer) and not trainer.sanity_checking:
-            self._noted = [Weights(trainer)]
+            self._noted = [SwappedWeights(trainer)]
         else:
             self._versions = lightning_internals.versions_of(trainer.lightning_module)
         if trainer.sanity_checking:
             return
-        self._noted += [Schedules(trainer), Optimizers(trainer)]
+        self._noted += [Schedules(trainer), OptimizerGroups(trainer)]
         self._snapshot = self._kept.take_before_validation(trainer)
 
     def state_for_a_stop(self, trainer: Trainer) -> Snapshot | None:

@@ -13,7 +13,7 @@ class LoaderPositions(Part):
 
     These are taken like any other part. They are given back earlier, as the checkpoint is read: a
     loader may be asked for its first batch before training starts. So
-    :class:`unbroken.checkpoint.exact_checkpoint.ExactCheckpoint` hands them to
+    :class:`unbroken.checkpoint.restoring.Restoring` hands them to
     :class:`unbroken.loading.ExactLoading` itself.
     """
 

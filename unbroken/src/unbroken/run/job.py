@@ -77,7 +77,7 @@ class Run:
             requeue_signal=requeue_signal(as_list(self.config.trainer["plugins"])),
             mirror=run_folder.mirror,
         )
-        keep.best.ask(self.config.module)
+        keep.best.take_names_of(self.config.module)
         return keep
 
     @cached_property

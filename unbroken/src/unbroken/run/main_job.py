@@ -281,8 +281,15 @@ def refuse_training_of_no_step(
 
 
 def the(kind: type[T], trainer: Trainer) -> T:
-    """The callback or logger of a kind that every run has once."""
-    return next(part for part in parts_of(trainer) if isinstance(part, kind))
+    """The callback or logger of a kind that every run has once.
+
+    Raises:
+        UserError: The list of the main job lacks it.
+    """
+    for part in parts_of(trainer):
+        if isinstance(part, kind):
+            return part
+    raise UserError(f"the callbacks of fit.py lack {kind.__name__}, which every run needs.")
 
 
 def next_commands(config: Configuration) -> list[str]:

@@ -5,8 +5,8 @@ What happens, in order:
 1. A signal reaches any rank at any moment. Its handler (signals.py) only notes it.
 2. At the end of the step (of the next one, with several ranks), :class:`Agreement` tells every rank
    the largest request of any rank.
-3. Before the next step, :class:`unbroken.checkpoint.exact_checkpoint.ExactCheckpoint` saves
-   ``last.ckpt`` on all ranks.
+3. Before the next step, :class:`unbroken.checkpoint.saving.Saving` saves ``last.ckpt`` on all
+   ranks.
 4. Every rank raises :class:`unbroken.stopping.signals.Stopped`, which ends the process with 143 or
    130.
 """
