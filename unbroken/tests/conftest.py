@@ -125,7 +125,12 @@ def is_nightly(config: pytest.Config) -> bool:
 def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     no_surprises(monkeypatch)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    environment = dict(os.environ)
     yield
+    # A run in this process may have set variables for ranks and threads. Later processes would
+    # inherit them, and those that Python reads as it starts keep the server from forking.
+    os.environ.clear()
+    os.environ.update(environment)
     # A library that configures its own logging switches that of the others off.
     for logger in logging.root.manager.loggerDict.values():
         if isinstance(logger, logging.Logger):
