@@ -307,9 +307,10 @@ def generator_entry(generator: Any) -> Entry:
     elif isinstance(generator, np.random.Generator):
         state = generator.bit_generator.state
     elif isinstance(generator, np.random.RandomState):
-        state = [
-            part.tolist() if hasattr(part, "tolist") else part for part in generator.get_state()
-        ]
+        # A name, an array and three numbers
+        legacy: Any = generator.get_state()
+        name, keys, *numbers = legacy
+        state = [name, keys.tolist(), *numbers]
     else:
         state = generator.getstate()
     return Entry(of_plain(state).digest, "a generator of random numbers")

@@ -253,9 +253,14 @@ def _most_of(trial: Trial, name: str) -> str:
     if not all(path.exists() for path in paths):
         return ""
     one, other = (torch.load(path, weights_only=True) for path in paths)
-    most = 0.0
-    for key in one.keys() & other.keys():
-        a, b = one[key], other[key]
-        if a.shape == b.shape and a.layout == torch.strided and a.numel():
-            most = max(most, float((a.double() - b.double()).abs().max()))
+    shared = one.keys() & other.keys()
+    most = max((_largest_difference(one[key], other[key]) for key in shared), default=0.0)
     return f"{most:.2g}" if most else ""
+
+
+def _largest_difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Of two tensors element by element; 0 where they have other shapes or no plain layout."""
+    is_plain = one.layout == torch.strided and one.numel() > 0
+    if one.shape != other.shape or not is_plain:
+        return 0.0
+    return float((one.double() - other.double()).abs().max())
