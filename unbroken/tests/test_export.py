@@ -253,6 +253,26 @@ def test_any_module_exports_by_its_own_names_and_is_compared_output_by_output(
     ).stat().st_mode
 
 
+class HalfPrices(Prices):
+    """Keeps its layer in bfloat16, which onnxruntime does not multiply on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.to(torch.bfloat16)
+
+    def forward(self, inside: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
+        return self.layer((inside - outside).to(torch.bfloat16)).float()
+
+
+def test_what_onnxruntime_cannot_run_is_one_line_and_the_other_formats_are_written(
+    tmp_path: Path,
+) -> None:
+    loaded = Loaded(HalfPrices().eval(), Houses(), {}, {}, Path("best.ckpt"))
+    with pytest.raises(UserError, match=r"model.onnx was not written: onnxruntime cannot run"):
+        export.export_all(loaded, tmp_path, ["onnx", "pt2", "safetensors"], None)
+    assert sorted(os.listdir(tmp_path)) == ["model.pt2", "model.safetensors"]
+
+
 @pytest.mark.nightly
 def test_a_module_says_itself_whether_its_outputs_agree(tmp_path: Path) -> None:
     class Doubtful(Prices):

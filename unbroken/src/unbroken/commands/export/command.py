@@ -229,7 +229,7 @@ def export_all(loaded: Loaded, folder: Path, formats: Sequence[str], table: Path
 
     Where the module cannot be traced, its weights are written nevertheless, and the error says so.
     """
-    from unbroken.commands.export.compare import compare
+    from unbroken.commands.export.compare import CannotRun, compare
     from unbroken.commands.export.samples import OtherLayers, find_samples
     from unbroken.commands.export.trace import trace
     from unbroken.commands.export.write import write_files
@@ -258,7 +258,14 @@ def export_all(loaded: Loaded, folder: Path, formats: Sequence[str], table: Path
     with tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as scratch:
         written = {name: Path(scratch) / FILES[name] for name in formats}
         write_files(written, loaded, program, samples)
-        rows = compare(written, loaded, samples)
+        try:
+            rows = compare(written, loaded, samples)
+        except CannotRun:
+            # The other formats are good nevertheless.
+            written.pop("onnx").unlink()
+            if written and finish(compare(written, loaded, samples), Path(scratch), folder, table):
+                return 1
+            raise
         return finish(rows, Path(scratch), folder, table)
 
 

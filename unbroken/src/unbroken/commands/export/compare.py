@@ -14,6 +14,7 @@ from unbroken.cli.read_checkpoint import Loaded
 from unbroken.commands.export.forward import Forward, Outputs, answer
 from unbroken.commands.export.samples import Samples
 from unbroken.commands.export.write import weights_of, written_part
+from unbroken.errors import UserError
 from unbroken.tables import Row
 
 # One sample, a size that fits no vector unit, and many: kernels, and so the rounding, differ.
@@ -24,10 +25,17 @@ ABSOLUTE_TOLERANCE = 1e-4
 RELATIVE_TOLERANCE = 1e-5
 
 
+class CannotRun(UserError):
+    """The ONNX file holds an operation that onnxruntime has not on a CPU."""
+
+
 def compare(files: Mapping[str, Path], loaded: Loaded, samples: Samples) -> list[Row]:
     """One row per file and batch size.
 
     A row has the labels that differ, the largest difference of a value, and whether that agrees.
+
+    Raises:
+        CannotRun: The ONNX file cannot be run here, so that it cannot be compared.
     """
     forward = Forward(loaded.module, samples.way, samples.names)
     models: dict[str, Callable[..., Any]] = {}
@@ -133,7 +141,15 @@ def onnx_model(path: Path, samples: Samples) -> Callable[..., Outputs]:
     options.log_severity_level = 3
     # Its own default ignores a container's limit.
     options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    try:
+        session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        # Its errors have no class of their own in common.
+        reason = " ".join(str(error).split())
+        raise CannotRun(
+            f"{path.name} was not written: onnxruntime cannot run it on a CPU, so it was not"
+            f" compared ({reason}). Layers in bfloat16 are one cause."
+        ) from error
     keys = [output.key for output in samples.outputs]
     names = [output.name for output in samples.outputs]
 
