@@ -803,3 +803,28 @@ def test_a_profiler_that_is_named_writes_into_the_runs_folder_and_prints_little(
     told = capsys.readouterr()
     assert f"the profile will be in {folder}/fit-profile.txt" in told.out
     assert "run_training_batch" not in told.out + told.err
+
+
+class TakesRows(LightningModule):
+    """Takes rows of four numbers, and no pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.layer(batch[0].float()).mean()
+
+    validation_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_an_error_of_ones_own_module_with_the_default_data_names_both(workplace: Path) -> None:
+    flags = ["--model", "tests.test_any_task.TakesRows", "--data.source", "sample"]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
+        fit.main([*flags, "--max_epochs", "1", "--logger", "false", "--report", "false"])
+    assert error.value.__notes__ == [
+        "TakesRows runs with MNISTDataModule, because --data names nothing else."
+    ]

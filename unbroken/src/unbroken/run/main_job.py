@@ -141,6 +141,10 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
             write_rows(run.folder / "summary.json", result.summary.to_plain())
             mirror_the_end(run, result)
         return result
+    except Exception as error:
+        if trainer.global_step == 0:
+            note_the_other_half(error, config)
+        raise
     except signals.Stopped as stop:
         release_child_processes()  # the other ranks end now
         if not is_tested and timer.begun and trainer.is_global_zero:
@@ -157,6 +161,23 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
         raise
     finally:
         release_child_processes()
+
+
+def note_the_other_half(error: Exception, config: Configuration) -> None:
+    """Add to an error before the first step that module and data are not of one author: somebody
+    who names a class of his own for one of them may have forgotten the other.
+    """
+    program = config.program
+    has_default_module = program.model is not None and type(config.module) is program.model
+    has_default_data = program.data is not None and type(config.datamodule) is program.data
+    if has_default_module == has_default_data:
+        return
+    name, typed = ("--data", config.module) if has_default_data else ("--model", config.datamodule)
+    default = config.datamodule if has_default_data else config.module
+    error.add_note(
+        f"{type(typed).__name__} runs with {type(default).__name__}, because {name} names nothing"
+        " else."
+    )
 
 
 def result_of(
