@@ -69,6 +69,11 @@ def error_of(*words: str) -> str:
             "--matmul_precision must be one of highest, high, medium, got low.",
         ),
         (
+            ["--logger", "torch.nn.Linear"],
+            "--logger must be any of wandb, tensorboard, mlflow, trackio, csv, with commas between"
+            " them, or false, or a class (package.module.Class), got torch.nn.Linear.",
+        ),
+        (
             ["--trainer.callbacks+=tests.test_explain.Refuses"],
             "tests.test_explain.Refuses: count must be at least 1, not 0",
         ),

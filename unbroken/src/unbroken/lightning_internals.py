@@ -295,7 +295,11 @@ def iterator_of(part: str) -> property:
     def write(self: Any, value: Any) -> None:
         owner(self)._iterator = value
 
-    return property(read, write)
+    def forget(self: Any) -> None:
+        # Lightning deletes it since 2.7. Workers end with the last name of their iterator.
+        owner(self)._iterator = None
+
+    return property(read, write, forget)
 
 
 def queues_to_workers(batches: Any) -> list[Any]:

@@ -19,15 +19,13 @@ from unbroken import ExactCheckpoint, lightning_internals, seams
 from unbroken.errors import UserError
 
 from configs.examples.autoencoder import LitAutoEncoder, Waves
+from tests.relied_on import called, is_self, private_names
 
 PACKAGE = Path(unbroken.__file__).parent
 CLONE = Path(__file__).parents[3]
 INTERNALS = PACKAGE / "lightning_internals.py"
 SEAMS = PACKAGE / "seams.py"
 FILES = sorted(PACKAGE.rglob("*.py"))
-# With an underscore, and documented: in os, and of named tuples
-PUBLIC = {"_exit", "_replace", "_asdict", "_fields"}
-BY_NAME = {"getattr", "setattr", "hasattr", "delattr"}
 
 
 @pytest.mark.parametrize("contracts", ["pyproject.toml", "unbroken/pyproject.toml"])
@@ -39,70 +37,10 @@ def test_arrows_point_down_and_there_is_no_circle(
     assert linter.lint_imports(contracts, no_cache=True) == 0, capsys.readouterr().out
 
 
-def is_private(name: str) -> bool:
-    return (
-        name.startswith("_")
-        and not name.endswith("__")
-        and name.strip("_") != ""
-        and name not in PUBLIC
-    )
-
-
-def private_names(text: str) -> Iterator[str]:
-    """Uses of private names that are not this file's own, as ``line: name``.
-
-    Own is ``self._name`` that a class of the file defines, and a plain name. What another object
-    keeps for itself is not, be it of this package or of another.
-    """
-    tree = ast.parse(text)
-    own = set(names_of_classes(tree))
-    for node in ast.walk(tree):
-        found: list[str] = []
-        if isinstance(node, ast.Attribute):
-            found = [] if is_self(node.value) and node.attr in own else [node.attr]
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            found = [part for name in names for part in name.split(".")]
-        elif isinstance(node, ast.Call) and called(node) in BY_NAME and len(node.args) > 1:
-            found = [node.args[1].value] if isinstance(node.args[1], ast.Constant) else []
-        elif (
-            isinstance(node, ast.Call)
-            and called(node) == "import_module"
-            and isinstance(node.args[0], ast.Constant)
-        ):
-            found = str(node.args[0].value).split(".")
-        yield from (f"{node.lineno}: {name}" for name in found if is_private(str(name)))  # type: ignore[attr-defined]
-
-
-def is_self(node: ast.expr) -> bool:
-    return isinstance(node, ast.Name) and node.id in ("self", "cls")
-
-
 def is_own(node: ast.expr) -> bool:
     """``self``, or a part that a class has made for itself."""
     is_part = isinstance(node, ast.Attribute) and is_self(node.value)
     return is_self(node) or (is_part and node.attr not in ("trainer", "network"))
-
-
-def called(call: ast.Call) -> str:
-    """The last part of what is called."""
-    return call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-
-
-def names_of_classes(tree: ast.AST) -> Iterator[str]:
-    """What the classes of a file define: methods, fields, attributes of ``self``."""
-    for kind in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
-        for node in ast.walk(kind):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield node.name
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                yield node.id
-            elif (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.ctx, ast.Store)
-                and is_self(node.value)
-            ):
-                yield node.attr
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
@@ -145,44 +83,6 @@ def test_a_private_name_of_another_is_found(text: str) -> None:
 )
 def test_public_and_own_names_are_not(text: str) -> None:
     assert list(private_names(text)) == []
-
-
-def test_every_private_name_of_lightning_internals_is_looked_up_at_start() -> None:
-    """Attributes that only instances have cannot be; the file of their class stands for them, by
-    another name.
-    """
-    modules = lightning_internals.NAMES | lightning_internals.NAMES_OF_THE_PARSER
-    listed = {part for module in modules for part in module.split(".")}
-    for names in modules.values():
-        listed |= {part for name in names for part in name.split(".")}
-    of_instances = {
-        "_accelerator_connector",
-        "_checkpoint_connector",
-        "_ddp_comm_state",
-        "_schema",
-        "_start_method",
-        "_average_model",
-        "_batches_that_stepped",
-        "_child_processes",
-        "_combined_loader",
-        "_device",
-        "_first_loop_iter",
-        "_index_queues",
-        "_iterator",
-        "_lightning_module",
-        "_logger_connector",
-        "_mode",
-        "_module_mode",
-        "_non_persistent_buffers_set",
-        "_restarting",
-        "_results",
-        "_seen_batches_per_dataloader",
-        "_signal_connector",
-    }
-    text = INTERNALS.read_text()
-    own = {node.name for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)}
-    used = {line.partition(": ")[2] for line in private_names(text)}
-    assert used - listed - of_instances - own == set()
 
 
 # What a live object of these has as a method, nobody else may replace.

@@ -185,7 +185,7 @@ def _not_one_of(message: str, option: str) -> str | None:
 
 
 def _no_class(message: str, option: str) -> str | None:
-    if not re.search("dot import path|not a subclass|Import of", message):
+    if not re.search("dot import path", message):
         return None
     allowed = "a known class or an import path (package.module.Class)"
     return f"{option} must be {allowed}, got {_given(message)}."

@@ -19,7 +19,7 @@ TRACKERS: dict[str, str | None] = {
 }
 
 # What jsonargparse says of a name that leads to no class
-NO_SUCH_CLASS = "dot import path|not a subclass|Import of|No module named|has no attribute"
+NO_SUCH_CLASS = "dot import path|correspond to a subclass|No module named|has no attribute"
 
 
 def told_as_words(option: str, message: str, given: Callable[[str], str]) -> str | None:

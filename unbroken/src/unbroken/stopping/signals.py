@@ -40,7 +40,8 @@ class Stopped(SystemExit):
     """
 
     def __init__(self, signum: int) -> None:
-        super().__init__(128 + signum)
+        # Lightning's exception, which a subclass inherits as well, takes no code since 2.7.
+        SystemExit.__init__(self, 128 + signum)
         self.signum = signum
         self.exit_code = 128 + signum
 
