@@ -78,9 +78,9 @@ class CutEpoch:
         """The old values of what the hooks of the epoch's end have changed, as plain data."""
         assert self._optimizers is not None
         assert self._schedules is not None
-        copies = (
-            {} if self._weights is None else {id(t): value for t, value in self._weights.copies}
-        )
+        copies: dict[int, torch.Tensor] = {}
+        if self._weights is not None:
+            copies = {id(tensor): value for tensor, value in self._weights.copies}
         weights: dict[str, torch.Tensor] = {}
         for name, parameter in trainer.lightning_module.named_parameters():
             before = copies.get(id(parameter))

@@ -135,7 +135,7 @@ class OneSave(TorchCheckpointIO):
             without.
         add_state: Puts what a resume needs into Lightning's checkpoint; returns this project's
             entry of it.
-        write: Takes the plain checkpoint and its path.
+        write: Takes the plain checkpoint. It knows where it is written.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class OneSave(TorchCheckpointIO):
         writer: AtomicCheckpointIO,
         needed: Collection[str],
         add_state: Callable[[dict[str, Any]], dict[str, Any]],
-        write: Callable[[dict[str, Any], Path], None],
+        write: Callable[[dict[str, Any]], None],
     ) -> None:
         self._writer = writer
         self._needed = needed
@@ -165,7 +165,7 @@ class OneSave(TorchCheckpointIO):
                 " module or of a callback has set it. Give that entry another name."
             )
         self._writer.make_plain(checkpoint, self._needed)
-        self._write(checkpoint, Path(path))
+        self._write(checkpoint)
 
 
 def sign(checkpoint: dict[str, Any]) -> None:

@@ -1,9 +1,12 @@
 """The two checkpoints of a run, ``last.ckpt`` and ``best.ckpt``: how they are written and kept."""
 
+from __future__ import annotations
+
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,23 @@ from unbroken.storage.writer import Writer
 
 # Bytes of a state. Below, to write it takes less than a thread and a copy are worth.
 WRITTEN_AT_ONCE = 16 * 2**20
+
+
+@dataclass(frozen=True)
+class WriteJob:
+    """How one checkpoint comes to the disk.
+
+    Attributes:
+        writer: Writes it.
+        target: The file.
+        copy: A second file with the same bytes. None: there is none.
+        when_saved: Called when all of it is on the disk.
+    """
+
+    writer: AtomicCheckpointIO
+    target: Path
+    copy: Path | None
+    when_saved: Callable[[], None]
 
 
 class RunFiles:
@@ -97,14 +117,17 @@ class RunFiles:
         begun = time.perf_counter()
         theirs = trainer.strategy.checkpoint_io
         writer = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
-
-        def write(checkpoint: dict[str, Any], target: Path) -> None:
-            self._begin_to_write(writer, checkpoint, target, is_best and is_last, when_saved)
-
-        one_save = OneSave(writer, restored_by_lightning(trainer), add_state, write)
+        job = WriteJob(
+            writer,
+            target=self.best if is_best else self.last,
+            copy=self.last if is_best and is_last else None,
+            when_saved=when_saved,
+        )
+        begin_to_write = partial(self._begin_to_write, job)
+        one_save = OneSave(writer, restored_by_lightning(trainer), add_state, begin_to_write)
         try:
             trainer.strategy.checkpoint_io = one_save
-            trainer.save_checkpoint(self.best if is_best else self.last, weights_only=False)
+            trainer.save_checkpoint(job.target, weights_only=False)
         except (UserError, NotPlain) as error:
             # Rank zero writes, and the others wait for it at the end of save_checkpoint. If the
             # write failed, rank zero must still meet them at that barrier.
@@ -121,52 +144,38 @@ class RunFiles:
                 raise UserError(f"{reason}. The run has stopped; nothing was saved.")
             raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
 
-    def _begin_to_write(
-        self,
-        writer: AtomicCheckpointIO,
-        checkpoint: dict[str, Any],
-        target: Path,
-        also_last: bool,
-        when_saved: Callable[[], None],
-    ) -> None:
+    def _begin_to_write(self, job: WriteJob, checkpoint: dict[str, Any]) -> None:
         """Write a plain checkpoint now, or copy it and let the thread write it."""
         self._writer.wait()
         size = bytes_in(checkpoint)
         self.costs.bytes = size
         if size < WRITTEN_AT_ONCE:
-            self._write(writer, checkpoint, target, also_last, when_saved)
+            self._write(job, checkpoint)
             self.costs.last_background_seconds = 0.0
             return
         staged = self._staging.copy(checkpoint)
 
         def write_staged() -> None:
             self._staging.wait()
-            self._write(writer, staged, target, also_last, when_saved)
+            self._write(job, staged)
             self.costs.last_background_seconds = self.costs.write_seconds
 
         self._writer.begin(write_staged)
 
-    def _write(
-        self,
-        writer: AtomicCheckpointIO,
-        checkpoint: dict[str, Any],
-        target: Path,
-        also_last: bool,
-        when_saved: Callable[[], None],
-    ) -> None:
+    def _write(self, job: WriteJob, checkpoint: dict[str, Any]) -> None:
         """Bring a checkpoint that nobody changes meanwhile to the disk. It may fail for a while."""
         begun = time.perf_counter()
         try:
-            writer.write(checkpoint, target)
-            if also_last:
+            job.writer.write(checkpoint, job.target)
+            if job.copy is not None:
                 # The best comes first: a run that is killed in between repeats the steps to the
                 # best.
-                copy_atomically(self.best, self.last)
+                copy_atomically(job.target, job.copy)
         except NotWritten as error:
             self._note_trouble(str(error))
         else:
             self._note_success()
-            when_saved()
+            job.when_saved()
         self.costs.write_seconds = time.perf_counter() - begun
 
     def _note_trouble(self, reason: str) -> None:
