@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from unbroken.checkpoint.snapshot import Snapshot
 from unbroken.loading import ExactLoading
 from unbroken.parts import all_parts
+from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import LoaderPositions
 from unbroken.parts.loops import Place, WasValidated
@@ -23,14 +24,23 @@ class KeptParts:
 
     Args:
         loading: Reads the loaders of this training.
+        chain: The digests of the windows that have ended.
         followed: Whether validations log the metric that is followed.
         further: The user's own parts.
         undeclared: Whether state is kept that nobody has declared.
     """
 
     def __init__(
-        self, loading: ExactLoading, followed: Part, further: Sequence[Part], undeclared: bool
+        self,
+        loading: ExactLoading,
+        chain: Chain,
+        followed: Part,
+        further: Sequence[Part],
+        undeclared: bool,
     ) -> None:
+        self.chain = chain
+        self.open_window = OpenWindow()
+        self.bits_in_memory = BitsInMemory()
         self.hyperparameters = StartingHyperparameters()
         self.buffers = PlainBuffers()
         self.objects = UsersObjects(undeclared)
@@ -44,6 +54,9 @@ class KeptParts:
             self.buffers,
             self.hyperparameters,
             self.objects,
+            self.open_window,
+            self.chain,
+            self.bits_in_memory,
             further,
         )
 

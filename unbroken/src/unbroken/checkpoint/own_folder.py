@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from lightning.pytorch import Trainer
+from unbroken.checkpoint.digests_csv import write_digests
 from unbroken.mirror.mirror import Mirror
+from unbroken.parts.chain import Link
 from unbroken.run_folder import (
     ENDED,
     RunFolder,
@@ -13,7 +17,8 @@ from unbroken.run_folder import (
     read_run_id,
     refuse_checkpoints_of_others,
 )
-from unbroken.stopping.ranks import say
+from unbroken.stopping.ranks import is_rank_zero, say
+from unbroken.storage.files import NotWritten
 from unbroken.storage.run_files import RunFiles
 
 
@@ -100,6 +105,15 @@ class OwnFolder:
         """Leave a sign: the list of runs has no other that a script has come to its end."""
         if self._lock is not None:
             (self.path / ENDED).touch()
+
+    def write_digests(self, links: Sequence[Link]) -> None:
+        """Write the digests of a run for others to read. Rank zero does so.
+
+        A disk that fails ends no run. The save that comes next says so.
+        """
+        if is_rank_zero():
+            with suppress(OSError, NotWritten):
+                write_digests(links, self.path)
 
     def finish_mirror(self, seconds: float | None) -> None:
         """Bring the last save over, unless whoever made the folder does so."""
