@@ -18,7 +18,6 @@ from unbroken.checkpoint.validation import Validation
 from unbroken.checkpoint.windows import Windows
 from unbroken.chosen import Chosen
 from unbroken.loading import ExactLoading
-from unbroken.parts.chain import Chain
 from unbroken.parts.part import Part
 
 
@@ -56,7 +55,6 @@ class Engine:
         self.following = Following(best)
         self.kept = KeptParts(
             self.loading,
-            Chain(own.write_digests),
             self.following,
             settings.further_parts,
             settings.undeclared,

@@ -225,9 +225,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         result.summary.digest_resumed_at = chain.resumed_at or None
 
     def leave(self, trainer: Trainer, result: Any) -> None:
-        """Write the chain of digests where no save has done so."""
-        if not self.saves:
-            write_digests(self.engine.kept.chain.links, result.folder)
+        """Write the chain of digests for others to read."""
+        write_digests(self.engine.kept.chain.links, result.folder)
 
     # The start of a stage: what is taken over
 

@@ -34,7 +34,7 @@ class Hooks(Callback):
     | (seam) after on_train_start | RESTORE: on_train_epoch_start again, every part | restoring |
     | (seam) before each batch, on_train_batch_start | SAVE if one is due; the stop | saving |
     | on_save_checkpoint | every part is put into the checkpoint that is saved | saving |
-    | on_train_batch_end | the batch is digested, a window may end | windows |
+    | on_train_batch_end | the batch may be digested, a window may end | windows |
     | on_train_batch_end | the ranks agree to save or stop before the next batch | saving |
     | on_validation_start | a snapshot, for a stop inside the validation | validation |
     | on_validation_batch_end, on_test_batch_end | the stop inside it; sums over ranks | saving |
@@ -120,7 +120,7 @@ class Hooks(Callback):
         engine = self.engine
         engine.restoring.batch_ends()
         engine.kept.was_validated.is_so = False
-        engine.windows.batch_ends(trainer, batch)
+        engine.windows.batch_ends(trainer, batch, batch_idx)
         engine.saving.batch_ends(trainer, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -152,7 +152,7 @@ class Hooks(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.engine.restoring.fit_ends(trainer)
-        self.engine.own.training_is_over()
+        self.engine.own.training_is_over(self.engine.kept.chain.links)
 
     # Evaluations
 

@@ -24,7 +24,6 @@ class KeptParts:
 
     Args:
         loading: Reads the loaders of this training.
-        chain: The digests of the windows that have ended.
         followed: Whether validations log the metric that is followed.
         further: The user's own parts.
         undeclared: Whether state is kept that nobody has declared.
@@ -33,12 +32,11 @@ class KeptParts:
     def __init__(
         self,
         loading: ExactLoading,
-        chain: Chain,
         followed: Part,
         further: Sequence[Part],
         undeclared: bool,
     ) -> None:
-        self.chain = chain
+        self.chain = Chain()
         self.open_window = OpenWindow()
         self.bits_in_memory = BitsInMemory()
         self.hyperparameters = StartingHyperparameters()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 from lightning.pytorch import Trainer
@@ -17,8 +16,7 @@ from unbroken.run_folder import (
     read_run_id,
     refuse_checkpoints_of_others,
 )
-from unbroken.stopping.ranks import is_rank_zero, say
-from unbroken.storage.files import NotWritten
+from unbroken.stopping.ranks import say
 from unbroken.storage.run_files import RunFiles
 
 
@@ -101,19 +99,13 @@ class OwnFolder:
         if self._lock is not None:
             (self.path / ENDED).unlink(missing_ok=True)
 
-    def training_is_over(self) -> None:
-        """Leave a sign: the list of runs has no other that a script has come to its end."""
-        if self._lock is not None:
-            (self.path / ENDED).touch()
-
-    def write_digests(self, links: Sequence[Link]) -> None:
-        """Write the digests of a run for others to read. Rank zero does so.
-
-        A disk that fails ends no run. The save that comes next says so.
+    def training_is_over(self, links: Sequence[Link]) -> None:
+        """Leave the digests of a script's run, and a sign: the list of runs has no other that it
+        has come to its end. Of a command's run, whoever made the folder leaves both.
         """
-        if is_rank_zero():
-            with suppress(OSError, NotWritten):
-                write_digests(links, self.path)
+        if self._lock is not None:
+            write_digests(links, self.path)
+            (self.path / ENDED).touch()
 
     def finish_mirror(self, seconds: float | None) -> None:
         """Bring the last save over, unless whoever made the folder does so."""

@@ -27,12 +27,12 @@ class Windows:
         self._window = kept.open_window
         self._ending = ending
 
-    def batch_ends(self, trainer: Trainer, batch: Any) -> None:
-        """Add a batch that was trained on.
+    def batch_ends(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+        """Take note of a batch that was trained on.
 
         A ``training_step`` that reads its batches itself has told Lightning only now which it was.
         """
-        self._window.add(batch)
+        self._window.add(batch, batch_idx)
         if self._chain.ends_window(trainer.global_step):
             self._end(trainer)
 

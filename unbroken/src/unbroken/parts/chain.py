@@ -4,7 +4,8 @@ A training is cut into windows. A window ends with each hundredth optimizer step
 epoch, whenever the run is saved or stopped. As it ends, a link of the chain is made, which has four
 digests:
 
-- batches: every batch that was trained on since the window began, as ``training_step`` left it
+- batches: each tenth batch of an epoch that was trained on in the window, as ``training_step`` left
+  it
 - generators: the states of Python's, NumPy's, torch's and the device's generator
 - weights: the parameters and buffers of the module
 - optimizer: the states of the optimizers, and their rates and other settings
@@ -13,14 +14,19 @@ Each digest is chained with the one before it. So the ends of two chains tell wh
 were the same all the way, and their links tell in which window they part, and by what. What a stop
 finds of an open window is in the checkpoint, and a resumed run goes on with it.
 
-A batch costs about 0.02 ms at 100 KB, and a link a look at each weight. See
-:mod:`unbroken.tensors.bits` for the number that stands for a tensor.
+Each tenth batch is enough. A stream that repeats a sample or leaves one out gives other samples in
+all batches after it, and a batch that is another one alone makes other weights. Measured in an MLP
+of 235,146 parameters, with batches of 128 pictures, on two cores with other work: to digest a batch
+took 0.4 ms of a step's 29 to 58 ms, which is 0.7 to 1.4 %; each tenth takes 0.1 %. A link looks at
+each weight and moment once, and took 6 ms in 100 steps, which is another 0.1 to 0.2 %.
+
+See :mod:`unbroken.tensors.bits` for the number that stands for a tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +36,10 @@ from unbroken.parts.generators import random_state
 from unbroken.parts.part import Part
 from unbroken.tensors.bits import settled, sums_of_bits, tensors_and_plain
 
-# Optimizer steps. To digest weights and optimizer costs about as much as to step a third of one.
+# Optimizer steps
 STEPS_OF_A_WINDOW = 100
+# Of so many batches of an epoch one is digested.
+BATCHES_PER_DIGEST = 10
 DIGEST_BYTES = 8
 KINDS = ("batches", "generators", "weights", "optimizer")
 
@@ -53,7 +61,7 @@ class Link(NamedTuple):
 
 
 class OpenWindow(Part):
-    """The batches that this rank has trained on since the last window ended."""
+    """What was digested of this rank's batches since the last window ended."""
 
     name = "open_window"
     changes_in_validation = False
@@ -62,8 +70,15 @@ class OpenWindow(Part):
         # Of each batch: its tensors, and one number for the rest.
         self._sums: list[Any] = []
 
-    def add(self, batch: Any) -> None:
-        """Add a batch. The device is not waited for."""
+    def add(self, batch: Any, number: int) -> None:
+        """Add a batch, if it is among those that are digested. The device is not waited for.
+
+        Args:
+            batch: It was trained on.
+            number: Its place in the epoch, from 0.
+        """
+        if number % BATCHES_PER_DIGEST:
+            return
         tensors, rest = tensors_and_plain(batch)
         self._sums += sums_of_bits(tensors)
         self._sums.append(rest)
@@ -85,9 +100,6 @@ class OpenWindow(Part):
 class Chain(Part):
     """The links of all windows that have ended, of all ranks together.
 
-    Args:
-        write: Writes them for others to read, with each save.
-
     Attributes:
         links: In their order.
         resumed_at: The optimizer steps at which a resumed run has gone on with the chain. They are
@@ -99,10 +111,9 @@ class Chain(Part):
     changes_in_validation = False
     is_left_at_the_end = True
 
-    def __init__(self, write: Callable[[list[Link]], None]) -> None:
+    def __init__(self) -> None:
         self.links: list[Link] = []
         self.resumed_at: list[int] = []
-        self._write = write
 
     def ends_window(self, steps: int) -> bool:
         """Whether a window ends with so many optimizer steps. A batch may have several."""
@@ -136,9 +147,6 @@ class Chain(Part):
 
     def give_back(self, trainer: Trainer, value: Tensor) -> None:
         self.links = [Link(*each) for each in value.tolist()]
-
-    def flush(self) -> None:
-        self._write(self.links)
 
 
 class BitsInMemory(Part):
