@@ -15,6 +15,7 @@ from unbroken.checkpoint.restoring import Restoring
 from unbroken.checkpoint.saving import Saving
 from unbroken.checkpoint.shared_metrics import UnsharedValues
 from unbroken.checkpoint.validation import Validation
+from unbroken.checkpoint.windows import Windows
 from unbroken.chosen import Chosen
 from unbroken.loading import ExactLoading
 from unbroken.parts.part import Part
@@ -53,8 +54,12 @@ class Engine:
         self.loading = ExactLoading(settings.seed)
         self.following = Following(best)
         self.kept = KeptParts(
-            self.loading, self.following, settings.further_parts, settings.undeclared
+            self.loading,
+            self.following,
+            settings.further_parts,
+            settings.undeclared,
         )
+        self.windows = Windows(self.kept, ending)
         self.validation = Validation(self.kept)
         self.cut_epoch = CutEpoch(self.kept)
         self.saving = Saving(

@@ -19,6 +19,7 @@ and each has a page of its own:
 - following.py: the metric that is followed, and its best
 - validation.py: the validation that a stop may cut
 - cut_epoch.py: the epoch that a limit has cut
+- windows.py: the digests of what the run trains on and becomes
 - ending.py: how a run ends when it is asked to
 - own_folder.py: the folder of the run
 """
@@ -37,6 +38,7 @@ from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DoublePrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from unbroken import lightning_internals
+from unbroken.checkpoint.digests_csv import write_digests
 from unbroken.checkpoint.ending import Ending
 from unbroken.checkpoint.engine import Engine, Settings
 from unbroken.checkpoint.following import Best
@@ -214,8 +216,17 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.best.load_state_dict(state_dict)
 
     def add_facts(self, trainer: Trainer, result: Any) -> None:
-        """Add to the summary what the saves of this start have cost (rank zero's)."""
+        """Add to the summary what the saves of this start have cost (rank zero's), and the end of
+        the chain of digests.
+        """
         result.summary.metrics |= self.engine.saving.facts()
+        chain = self.engine.kept.chain
+        result.summary.digest = chain.end
+        result.summary.digest_resumed_at = chain.resumed_at or None
+
+    def leave(self, trainer: Trainer, result: Any) -> None:
+        """Write the chain of digests for others to read."""
+        write_digests(self.engine.kept.chain.links, result.folder)
 
     # The start of a stage: what is taken over
 

@@ -34,12 +34,14 @@ class Hooks(Callback):
     | (seam) after on_train_start | RESTORE: on_train_epoch_start again, every part | restoring |
     | (seam) before each batch, on_train_batch_start | SAVE if one is due; the stop | saving |
     | on_save_checkpoint | every part is put into the checkpoint that is saved | saving |
+    | on_train_batch_end | the batch may be digested, a window may end | windows |
     | on_train_batch_end | the ranks agree to save or stop before the next batch | saving |
     | on_validation_start | a snapshot, for a stop inside the validation | validation |
     | on_validation_batch_end, on_test_batch_end | sums over ranks; the stop | validation, ending |
     | on_validation_end | the followed metric is compared | validation, following |
     | on_test_start, on_test_end | signals wait; values that ranks do not share are told | hooks |
     | on_train_epoch_end | a snapshot where a limit cuts the epoch; sums over ranks | cut_epoch |
+    | on_train_epoch_end | a window of digests ends | windows |
     | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last | saving |
     | on_fit_end | where nothing was left to train: the hooks of its end again | restoring |
     """
@@ -120,12 +122,15 @@ class Hooks(Callback):
         engine = self.engine
         engine.restoring.batch_ends()
         engine.kept.was_validated.is_so = False
+        engine.windows.batch_ends(trainer, batch, batch_idx)
         engine.saving.batch_ends(trainer, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
         if engine.loading.anywhere and engine.own.saves:
             engine.cut_epoch.note(trainer)
+        # A longer run that goes on inside the epoch goes on with its open window.
+        engine.windows.epoch_ends(trainer)
         engine.restoring.epoch_ends(trainer)
         share_sums(trainer)
 
@@ -149,7 +154,7 @@ class Hooks(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.engine.restoring.fit_ends(trainer)
-        self.engine.own.training_is_over()
+        self.engine.own.training_is_over(self.engine.kept.chain.links)
 
     # Evaluations
 

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from unbroken.checkpoint.snapshot import Snapshot
 from unbroken.loading import ExactLoading
 from unbroken.parts import all_parts
+from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import LoaderPositions
 from unbroken.parts.loops import Place, WasValidated
@@ -29,8 +30,15 @@ class KeptParts:
     """
 
     def __init__(
-        self, loading: ExactLoading, followed: Part, further: Sequence[Part], undeclared: bool
+        self,
+        loading: ExactLoading,
+        followed: Part,
+        further: Sequence[Part],
+        undeclared: bool,
     ) -> None:
+        self.chain = Chain()
+        self.open_window = OpenWindow()
+        self.bits_in_memory = BitsInMemory()
         self.hyperparameters = StartingHyperparameters()
         self.buffers = PlainBuffers()
         self.objects = UsersObjects(undeclared)
@@ -44,6 +52,9 @@ class KeptParts:
             self.buffers,
             self.hyperparameters,
             self.objects,
+            self.open_window,
+            self.chain,
+            self.bits_in_memory,
             further,
         )
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from lightning.pytorch import Trainer
+from unbroken.checkpoint.digests_csv import write_digests
 from unbroken.mirror.mirror import Mirror
+from unbroken.parts.chain import Link
 from unbroken.run_folder import (
     ENDED,
     RunFolder,
@@ -96,9 +99,12 @@ class OwnFolder:
         if self._lock is not None:
             (self.path / ENDED).unlink(missing_ok=True)
 
-    def training_is_over(self) -> None:
-        """Leave a sign: the list of runs has no other that a script has come to its end."""
+    def training_is_over(self, links: Sequence[Link]) -> None:
+        """Leave the digests of a script's run, and a sign: the list of runs has no other that it
+        has come to its end. Of a command's run, whoever made the folder leaves both.
+        """
         if self._lock is not None:
+            write_digests(links, self.path)
             (self.path / ENDED).touch()
 
     def finish_mirror(self, seconds: float | None) -> None:

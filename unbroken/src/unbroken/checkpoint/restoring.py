@@ -49,9 +49,12 @@ from unbroken.loading import ExactLoading
 from unbroken.loading.seeding import Seeds
 from unbroken.parts.hyperparameters import apply_changes
 from unbroken.parts.module import give_plain_buffers
-from unbroken.stopping.ranks import say
+from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.storage.checkpoint_files import CHOSEN, buffers_left_out, record_in
 from unbroken.storage.run_files import can_start_from
+
+# What the bits in memory are compared of, as a line calls it
+NAMES_OF_BITS = {"weights": "the weights", "optimizer": "the state of the optimizer"}
 
 
 class Restoring:
@@ -149,6 +152,7 @@ class Restoring:
         self._sanity_steps = trainer.num_sanity_val_steps
         trainer.num_sanity_val_steps = 0
         self._own.take_run_id(resume.run_id)
+        self._kept.chain.resumed_at = [*saved.get("resumed_at", []), self.loaded_step]
         self._loading.start = resume.start
         # Loaders are made before everything else is given back.
         objects = self._kept.objects
@@ -263,10 +267,27 @@ class Restoring:
             # Files are changed last: what cannot be restored is refused before.
             self._set_aside_unusable_best(trainer)
             resume.give_back(trainer, [part for part in kept.all if part.is_a_file])
+            self._compare_bits(trainer, resume)
         elif trainer.global_step == 0:
             self._start_anew()
         self._loading.notes += what_loaders_side_by_side_lack(trainer, self._loading)
         say(*dict.fromkeys(self._loading.notes))
+
+    def _compare_bits(self, trainer: Trainer, resume: Resume) -> None:
+        """Say so where weights or optimizers in memory are not what they were at the save.
+
+        Settings that the user has changed may change them.
+        """
+        bits = self._kept.bits_in_memory
+        saved = resume.mine(trainer).get(bits.name)
+        if saved is None or self._changed:
+            return
+        of_ranks = of_all_ranks(bits.differences(trainer, saved))
+        for name in dict.fromkeys(name for names in of_ranks for name in names):
+            self._loading.notes.append(
+                f"{NAMES_OF_BITS[name]} in memory: not what was saved. A bit has flipped, or code"
+                " of yours has changed it while it was loaded. The resume is not exact."
+            )
 
     def _start_anew(self) -> None:
         # The best of a training before, with the same callback, says nothing of this one.

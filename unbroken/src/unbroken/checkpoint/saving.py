@@ -232,6 +232,7 @@ class Saving:
         record = self.add_choices(checkpoint)
         record["state"] = state
         record["run_id"] = self._own.run_id
+        record["resumed_at"] = self._kept.chain.resumed_at
         record["can_go_on"] = wish.can_go_on
         record.setdefault("versions", {})[other_version.NAME] = __version__
         return record

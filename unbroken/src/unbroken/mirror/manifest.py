@@ -33,6 +33,7 @@ SMALL_FILES = (
     "trackers.json",
     "config.yaml",
     "metrics.csv",
+    "digests.csv",
     "summary.json",
     "report.html",
 )

@@ -9,6 +9,7 @@ value)`` one below the other. A part of your own, for state that your code keeps
 
 from collections.abc import Sequence
 
+from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import LoaderPositions
@@ -32,18 +33,24 @@ def all_parts(
     buffers: PlainBuffers,
     hyperparameters: StartingHyperparameters,
     objects: UsersObjects,
+    open_window: OpenWindow,
+    chain: Chain,
+    bits_in_memory: BitsInMemory,
     further: Sequence[Part] = (),
 ) -> list[Part]:
     """Every part, in the order in which they are taken and given back.
 
     Args:
-        followed: Whether validations log the metric that is followed. Others ask these six parts,
-            or tell them something, so that the caller makes them.
+        followed: Whether validations log the metric that is followed. Others ask these nine
+            parts, or tell them something, so that the caller makes them.
         was_validated: See above.
         positions: See above.
         buffers: See above.
         hyperparameters: See above.
         objects: See above.
+        open_window: See above.
+        chain: See above.
+        bits_in_memory: See above.
         further: The user's own.
     """
     return [
@@ -64,6 +71,9 @@ def all_parts(
         hyperparameters,
         EarlyStop(),
         objects,
+        open_window,
+        chain,
+        bits_in_memory,
         *further,
         # The generators come last: to give back another part may draw a random number.
         RandomGenerators(),

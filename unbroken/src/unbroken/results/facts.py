@@ -57,6 +57,9 @@ class Summary:
     date: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))  # of its end
     hardware: str | None = None  # CPU model and cores, such as "AMD EPYC 9B14, 2 cores"
     versions: dict[str, str] = field(default_factory=lambda: versions())
+    digest: str | None = None  # the end of the chain of digests
+    # The optimizer steps at which a resumed run went on with the chain
+    digest_resumed_at: list[int] | None = None
     # What the closing lines warn of, a sentence each
     notes: list[str] = field(default_factory=list)
     # val/* of the best epoch, test/*, throughput/*, memory/*

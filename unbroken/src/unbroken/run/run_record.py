@@ -18,7 +18,7 @@ from unbroken.tables import flat
 
 # What an earlier run of this name may have left that saved nothing, or this run at a shorter end
 SUMMARY = "summary.json"
-OF_AN_END = (SUMMARY, "report.html")
+OF_AN_END = (SUMMARY, "report.html", "digests.csv")
 # How the code differed from its commit
 CHANGES = "uncommitted.diff"
 

@@ -2,15 +2,15 @@
 
 python -m NAME.runs
 python -m NAME.runs --sort val/accuracy
-python -m NAME.runs --compare mine other            # side by side
+python -m NAME.runs --compare mine other            # side by side, and where they part
 python -m NAME.runs --settings                      # every column, however wide
 python -m NAME.runs --root s3://bucket/runs         # those of a mirror
 python -m NAME.runs --seeds --output seeds.csv      # mean and standard deviation over seeds
 python -m NAME.runs --seeds 5 --run_name slow --model.lr 0.01   # trains five of them first
 
-Reads each run's summary.json, config.yaml and metrics.csv. The terminal shows what fits: for each
-module its runs with their results and the settings by which they differ. With --seeds N, options
-that are not named here are those of fit.
+Reads each run's summary.json, config.yaml, metrics.csv and digests.csv. The terminal shows what
+fits: for each module its runs with their results and the settings by which they differ. With
+--seeds N, options that are not named here are those of fit.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import shutil
 from pathlib import Path
 
 from unbroken.cli.parser import CommandParser, add_output
+from unbroken.commands.runs.chains import compared
 from unbroken.commands.runs.listing import (
     by_module,
     cut,
@@ -71,13 +72,18 @@ def main(package: str, argv: list[str]) -> int:
 
 
 def compare(runs: list[SavedRun], args: argparse.Namespace) -> int:
-    """Print the named runs side by side: by what they differ, and what came out."""
+    """Print the named runs side by side: by what they differ, and what came out; and in which
+    window the training of each parts from that of the first.
+    """
     by_name = {each.name: each for each in runs}
     for name in args.compare:
         hint = nearest(name, by_name)
         require(name in by_name, "--compare", "name runs", name, hint)
     rows = side_by_side([by_name[name] for name in dict.fromkeys(args.compare)])
     print(format_table([{name: cut(name, row[name]) for name in row} for row in rows]))
+    first, *others = [by_name[name] for name in dict.fromkeys(args.compare)]
+    for other in others:
+        print(printable(compared(first, other)))
     if args.output:
         write_rows(args.output, rows)
     return 0

@@ -1,0 +1,46 @@
+"""When the windows of a training end, and what is digested then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from unbroken.checkpoint.ending import Ending
+from unbroken.checkpoint.kept import KeptParts
+from unbroken.parts.chain import digests_of_now, is_large
+from unbroken.stopping.ranks import of_all_ranks
+
+
+class Windows:
+    """Adds the batches of a training to its open window, and a link to its chain where one ends.
+
+    See :mod:`unbroken.parts.chain`. All ranks end a window with the same step, and each has the
+    digests of all of them.
+
+    Args:
+        kept: Has the chain and the window.
+        ending: Has the ranks' group.
+    """
+
+    def __init__(self, kept: KeptParts, ending: Ending) -> None:
+        self._chain = kept.chain
+        self._window = kept.open_window
+        self._ending = ending
+
+    def batch_ends(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+        """Take note of a batch that was trained on.
+
+        A ``training_step`` that reads its batches itself has told Lightning only now which it was.
+        """
+        self._window.add(batch, batch_idx)
+        if self._chain.ends_window(trainer.global_step) and not is_large(trainer):
+            self._end(trainer)
+
+    def epoch_ends(self, trainer: Trainer) -> None:
+        """End the window: what the hooks of an epoch's end do comes into the next one."""
+        self._end(trainer)
+
+    def _end(self, trainer: Trainer) -> None:
+        mine = digests_of_now(trainer, self._window)
+        of_ranks = of_all_ranks(mine, self._ending.group)
+        self._chain.add(trainer.current_epoch, trainer.global_step, of_ranks)
