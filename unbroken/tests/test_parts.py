@@ -20,6 +20,7 @@ from unbroken.checkpoint.following import Best, Following
 from unbroken.loading import ExactLoading
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.parts import all_parts
+from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import OwnGenerators, RandomGenerators
 from unbroken.parts.held import held_by_users as held
 from unbroken.parts.held import is_object
@@ -86,9 +87,10 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     starting = StartingHyperparameters()
     asked = (Following(Best()), WasValidated())
     noted = (LoaderPositions(loading), PlainBuffers(), starting)
-    parts = all_parts(*asked, *noted, UsersObjects(), [own])
+    proof = (OpenWindow(), Chain(), BitsInMemory())
+    parts = all_parts(*asked, *noted, UsersObjects(), *proof, [own])
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 18
+    assert len(names) == len(set(names)) == 21
     assert isinstance(parts[-1], RandomGenerators)
 
 

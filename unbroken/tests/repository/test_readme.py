@@ -21,6 +21,7 @@ from unbroken.checkpoint.following import Best, Following
 from unbroken.cli.cli import configure
 from unbroken.loading import ExactLoading
 from unbroken.parts import all_parts
+from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import LoaderPositions
 from unbroken.parts.loops import WasValidated
@@ -173,7 +174,8 @@ def test_the_page_names_every_part_of_a_checkpoint() -> None:
     named = re.findall(r"`([A-Z]\w+)`", table)
     asked = (Following(Best()), WasValidated())
     noted = (LoaderPositions(ExactLoading()), PlainBuffers(), StartingHyperparameters())
-    given = all_parts(*asked, *noted, UsersObjects())
+    proof = (OpenWindow(), Chain(), BitsInMemory())
+    given = all_parts(*asked, *noted, UsersObjects(), *proof)
     parts = [type(part).__name__ for part in given]
     assert sorted(named) == sorted([*parts, "MetricRows"])
 
