@@ -82,10 +82,9 @@ class KeptParts:
         snapshot.add_entries(trainer)
         return snapshot
 
-    def give_objects_back(self, trainer: Trainer, snapshot: Snapshot) -> None:
+    def return_objects_to(self, trainer: Trainer, snapshot: Snapshot) -> None:
         """Let what the user's objects hold be as it was at a snapshot."""
-        self.objects.undo(trainer)
-        self.objects.give_back(trainer, snapshot.mine[self.objects.name])
+        self.objects.return_to(trainer, snapshot.mine[self.objects.name])
 
     def add_unchanged(self, trainer: Trainer, snapshot: Snapshot) -> None:
         """Take the parts that no validation changes, for a stop inside one."""

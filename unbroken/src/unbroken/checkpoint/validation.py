@@ -71,7 +71,7 @@ class Validation:
             return None
         give_back_all(self._noted, trainer)
         # The user's own on_save_checkpoint is called later and saves what his objects hold then.
-        self._kept.give_objects_back(trainer, snapshot)
+        self._kept.return_objects_to(trainer, snapshot)
         self._kept.add_unchanged(trainer, snapshot)
         return snapshot
 

@@ -112,6 +112,13 @@ class UsersObjects(Part):
         """Put back what hooks of an epoch's start have changed, which are called again."""
         self.attributes.undo(held_by_users(trainer), trainer.strategy.root_device)
 
+    def return_to(self, trainer: Trainer, value: Mapping[str, Any]) -> None:
+        """Let everything be as it was when ``value`` was taken, earlier in this training."""
+        if self.keeps_undeclared:
+            device = trainer.strategy.root_device
+            self.attributes.return_to(held_by_users(trainer), value.get("attributes", {}), device)
+        self.give_back(trainer, value)
+
     def give_back(self, trainer: Trainer, value: Mapping[str, Any]) -> None:
         held = held_by_users(trainer)
         device = trainer.strategy.root_device

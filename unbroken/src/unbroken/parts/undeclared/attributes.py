@@ -96,6 +96,12 @@ class PlainAttributes:
         fresh = {name: value for name, value in self.fresh.items() if name in plain}
         self._set(held, fresh, device)
 
+    def return_to(self, held: Held, value: Mapping[str, Any], device: torch.device) -> None:
+        """Let every attribute be as it was when ``value`` was taken in this training."""
+        fresh = {name: before for name, before in self.fresh.items() if name in held.attributes}
+        self._set(held, fresh, device)
+        self._set(held, value, device)
+
     def give_back(self, held: Held, value: Mapping[str, Any], device: torch.device) -> None:
         """Set the attributes of what there is."""
         self._set(held, value, device)
