@@ -173,7 +173,7 @@ class Stream(IterableDataset[Any]):
 
     def __init__(self) -> None:
         samples = [*rows(120, 0)]
-        self.rows = [samples[0], *samples] if self.is_grown else samples
+        self.rows = [samples[0], *samples[:-1]] if self.is_grown else samples
         self.next = 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -213,7 +213,10 @@ def test_a_sample_of_a_stream_that_a_resume_repeats_shows_in_the_batches(
     assert resumed.engine.kept.chain.resumed_at == [15]
     before = links(undisturbed)[0]
     after = links(resumed)[0]
+    assert before.step == after.step == 30
     assert (after.batches != before.batches) == is_grown
+    longer = fit("killed", make=Streaming, epochs=2)
+    assert longer.engine.kept.chain.resumed_at == [15, 30]
 
 
 def test_the_batches_of_every_rank_are_in_the_chain(
