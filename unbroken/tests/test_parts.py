@@ -88,7 +88,7 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     noted = (LoaderPositions(loading), PlainBuffers(), starting)
     parts = all_parts(*asked, *noted, UsersObjects(), [own])
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 18
+    assert len(names) == len(set(names)) == 19
     assert isinstance(parts[-1], RandomGenerators)
 
 
