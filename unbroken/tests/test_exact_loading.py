@@ -43,7 +43,15 @@ from torch.utils.data import (
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
 from unbroken import ExactCheckpoint
 from unbroken.errors import UserError
-from unbroken.loading import ExactBatches, ExactLoader, ExactLoading, Start, exact_loading
+from unbroken.loading import (
+    ExactBatches,
+    ExactLoader,
+    ExactLoading,
+    Start,
+    exact_form,
+    exact_loading,
+    passes_of,
+)
 from unbroken.loading.held_data import held_data
 from unbroken.loading.proof import fault_of_state
 from unbroken.loading.workers import workers_end_with_block
@@ -85,7 +93,7 @@ def indices(loader: Any) -> list[list[int]]:
 
 
 def exact(loader: DataLoader[Any], training: bool = True, **kwargs: Any) -> ExactLoader:
-    return ExactLoader(loader, training, kwargs.pop("seed", 0), **kwargs)
+    return exact_form(loader, training, kwargs.pop("seed", 0), **kwargs)
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -104,9 +112,9 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
     first = indices(ours)
     torch.manual_seed(99)
     assert indices(ours) == first
-    ours.sampler.set_epoch(1)
+    passes_of(ours).set_epoch(1)
     assert indices(ours) != first
-    ours.sampler.set_epoch(0)
+    passes_of(ours).set_epoch(0)
     assert indices(ours) == first
     assert indices(exact(DataLoader(Numbers(40), batch_size=8, shuffle=True), seed=1)) != first
 
@@ -130,13 +138,13 @@ def test_a_start_inside_an_epoch_gives_exactly_the_rest_of_it(kind: str, workers
         return exact(DataLoader(data, num_workers=workers, **options))
 
     whole = loader()
-    whole.sampler.set_epoch(3)
+    passes_of(whole).set_epoch(3)
     batches = list(whole)
     rest = loader()
-    rest.sampler.start_at(
-        Start(epoch=3, batches=2, samples_per_batch=rest.sampler.global_batch_size)
+    passes_of(rest).start_at(
+        Start(epoch=3, batches=2, samples_per_batch=passes_of(rest).global_batch_size)
     )
-    rest.sampler.set_epoch(3)  # as Lightning does once more
+    passes_of(rest).set_epoch(3)  # as Lightning does once more
     resumed = list(rest)
     assert len(resumed) == len(batches) - 2
     assert all(
@@ -205,7 +213,7 @@ def test_a_rank_that_starts_inside_an_epoch_trains_on_the_rest_with_what_is_repe
     loader = DataLoader(Numbers(105), batch_size=8, shuffle=True)
     whole = [*exact(loader, rank=1, world_size=2)]
     rest = exact(loader, rank=1, world_size=2)
-    rest.sampler.start_at(Start(batches=batches, samples_per_batch=16))
+    passes_of(rest).start_at(Start(batches=batches, samples_per_batch=16))
     assert is_same([*rest], whole[batches:])
     assert len(whole) == len(rest) == 7
 
@@ -222,13 +230,13 @@ def test_a_dataset_may_get_shorter_or_longer_between_epochs(shuffle: bool) -> No
     ours = exact(DataLoader(rows, 8, shuffle=shuffle))
     for epoch, count in enumerate((20, 13, 24)):
         rows.count = count
-        ours.sampler.set_epoch(epoch)
+        passes_of(ours).set_epoch(epoch)
         found = [*ours]
         assert len(ours) == len(found)
         assert sorted(int(row[0]) for row in flat(found)) == list(range(count))
         # A resumed run has never seen another length.
         resumed = exact(DataLoader(Numbers(count), 8, shuffle=shuffle))
-        resumed.sampler.start_at(Start(epoch, batches=1, samples_per_batch=8))
+        passes_of(resumed).start_at(Start(epoch, batches=1, samples_per_batch=8))
         assert is_same([*resumed], found[1:])
 
 
@@ -260,7 +268,7 @@ def test_evaluation_sees_every_sample_once_on_any_number_of_ranks(
 
 def test_a_tensor_is_a_dataset() -> None:
     batches = list(
-        ExactLoader(DataLoader(torch.arange(10).view(5, 2), batch_size=2), training=True, seed=0)
+        exact_form(DataLoader(torch.arange(10).view(5, 2), batch_size=2), training=True, seed=0)
     )
     assert [batch.tolist() for batch in batches] == [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[8, 9]]]
 
@@ -283,12 +291,12 @@ def test_batches_of_equal_lengths_stay_what_they_are_on_any_number_of_ranks(rank
     batches: list[list[int]] = [[0, 4], [7, 8], [1, 2, 5], [3, 6, 9]]
     dataset = [torch.ones(length) for length in lengths]
     loader = DataLoader(dataset, batch_sampler=batches)  # type: ignore[arg-type]
-    shares = [[*ExactLoader(loader, False, 0, rank, ranks)] for rank in range(ranks)]
+    shares = [[*exact_form(loader, False, 0, rank, ranks)] for rank in range(ranks)]
     assert len({len(share) for share in shares}) == 1
     assert sum(float(batch.sum()) for share in shares for batch in share) == sum(lengths)
     rows: Any = SimpleNamespace(gather=lambda keys: (keys,))
     shares = [
-        [*ExactLoader(DataLoader(rows, batch_sampler=batches), False, 0, r, ranks)]
+        [*exact_form(DataLoader(rows, batch_sampler=batches), False, 0, r, ranks)]
         for r in range(ranks)
     ]  # type: ignore[arg-type]
     assert sorted(int(x) for share in shares for batch in share for x in batch[0]) == [*range(10)]
@@ -373,7 +381,7 @@ class DrawsInGather(Gathered):
 def test_a_gather_that_draws_random_numbers_is_seeded_for_each_batch() -> None:
     whole = list(exact(DataLoader(DrawsInGather(40), 8, shuffle=True)))
     rest = exact(DataLoader(DrawsInGather(40), 8, shuffle=True))
-    rest.sampler.start_at(Start(batches=2, samples_per_batch=8))
+    passes_of(rest).start_at(Start(batches=2, samples_per_batch=8))
     torch.rand(5)
     expected = torch.get_rng_state()
     assert all(map(torch.equal, list(rest), whole[2:]))
@@ -393,7 +401,7 @@ class DrawsLater(Gathered):
 def test_a_gather_that_begins_to_draw_in_a_later_epoch_is_seeded_from_there_on() -> None:
     def epoch(loader: ExactLoader, number: int, batches: int = 0) -> list[Tensor]:
         loader.dataset.epoch = number  # type: ignore[attr-defined]
-        loader.sampler.start_at(Start(number, batches=batches, samples_per_batch=8))
+        passes_of(loader).start_at(Start(number, batches=batches, samples_per_batch=8))
         return list(loader)
 
     undisturbed = exact(DataLoader(DrawsLater(40), 8, shuffle=True))
@@ -439,9 +447,9 @@ def test_what_is_fetched_here_leaves_the_generators_of_training_alone() -> None:
 def test_another_batch_size_on_resume_sees_no_sample_twice() -> None:
     order = flat(indices(exact(DataLoader(Numbers(96), batch_size=8, shuffle=True))))
     later = exact(DataLoader(Numbers(96), batch_size=16, shuffle=True))
-    later.sampler.start_at(Start(epoch=0, batches=3, samples_per_batch=8))
+    passes_of(later).start_at(Start(epoch=0, batches=3, samples_per_batch=8))
     assert flat(indices(later)) == order[24:]
-    assert later.sampler.start_batch == 0  # begins at its beginning when it is cycled through
+    assert passes_of(later).start_batch == 0  # begins at its beginning when it is cycled through
 
 
 def test_the_loader_keeps_what_was_asked_of_it() -> None:
@@ -457,7 +465,7 @@ def test_the_loader_keeps_what_was_asked_of_it() -> None:
         timeout=7,
     )
     ours = exact(plain)
-    for each in (ours, ours.fetching):
+    for each in (ours, ours._fetching):
         assert (each.num_workers, each.prefetch_factor, each.persistent_workers, each.timeout) == (
             1,
             3,
@@ -467,7 +475,7 @@ def test_the_loader_keeps_what_was_asked_of_it() -> None:
     assert ours.dataset is plain.dataset
     assert (ours.batch_size, ours.drop_last, ours.collate_fn) == (4, False, list)
     assert isinstance(next(iter(ours)), list)
-    ours.fetching.worker_init_fn(0)  # type: ignore[misc]
+    ours._fetching.worker_init_fn(0)  # type: ignore[misc]
     assert seen == [0]
 
 
@@ -488,7 +496,7 @@ def open_handle(worker: int) -> None:
 @pytest.mark.parametrize("kind", [Numbers, Gathered])
 def test_what_workers_are_asked_for_needs_no_shared_memory(kind: Any) -> None:
     loader = exact(DataLoader(kind(5), 2, num_workers=1))
-    assert list(loader.fetching.sampler) == [(0, 0, [0, 1]), (0, 1, [2, 3]), (0, 2, [4])]
+    assert list(loader._fetching.sampler) == [(0, 0, [0, 1]), (0, 1, [2, 3]), (0, 2, [4])]
 
 
 def test_what_a_worker_does_to_its_dataset_reaches_it() -> None:
@@ -525,9 +533,9 @@ def test_lightning_ends_the_workers_of_a_training(tmp_path: Path) -> None:
 def test_python_ends_although_workers_are_left() -> None:
     code = (
         "import sys; from torch.utils.data import DataLoader\n"
-        "from unbroken.loading import ExactLoader\n"
+        "from unbroken.loading import exact_form\n"
         "loader = DataLoader(range(8), 2, num_workers=1)\n"
-        "sys.batches = iter(ExactLoader(loader, True, 0)); next(sys.batches)"
+        "sys.batches = iter(exact_form(loader, True, 0)); next(sys.batches)"
     )
     assert complete([sys.executable, "-c", code], timeout=60).returncode == 0
 
@@ -889,9 +897,9 @@ def test_shares_of_unequal_length_are_refused_before_training(
         loading.exact(DataLoader(Numbers(8), 2), rank_of(0, 2))
     limited = rank_of(0, 2)
     limited.limit_train_batches = 4
-    assert loading.exact(DataLoader(Numbers(8), 2), limited).ranks_agree
+    assert passes_of(loading.exact(DataLoader(Numbers(8), 2), limited)).ranks_agree
     found = loading.exact(DataLoader(Numbers(8), 2), rank_of(0, 2, training=False))
-    assert not found.ranks_agree
+    assert not passes_of(found).ranks_agree
     assert "the ranks' own shares of an evaluation have 4, 5 batches" in loading.notes[-1]
 
 
@@ -994,10 +1002,11 @@ def read_as_one_of_two_ranks(
     loading.next_batch = lambda has_one: agreement.next_batch(rank, has_one, request)
     epochs: list[list[int]] = []
     try:
-        loader = loading.exact(DataLoader(stream), rank_of(rank, 2, training))
+        trainer = rank_of(rank, 2, training)
+        loader = loading.exact(DataLoader(stream), trainer)
         length = len(loader) if sized_len(stream) is not None else None
         for epoch in range(2):
-            loader.set_epoch(epoch)
+            trainer.current_epoch = epoch
             epochs.append([])
             # Lightning asks for no more than there are.
             for batch in islice(loader, length):
@@ -1005,7 +1014,7 @@ def read_as_one_of_two_ranks(
                 if training:
                     dist.all_reduce(torch.ones(1))
                     assert agreement.latest(0) == signal.SIGTERM
-            loader.state_after(len(epochs[-1]), epoch_ends=True)
+            passes_of(loader).state_after(len(epochs[-1]), epoch_ends=True)
         told.put((rank, epochs))
     except UserError as error:
         told.put((rank, str(error)))
@@ -1064,7 +1073,7 @@ def test_an_epoch_that_ends_early_is_said_once(capsys: pytest.CaptureFixture[str
 def test_loaders_that_a_schedule_asks_for_leave_the_start_alone() -> None:
     """``estimated_stepping_batches`` loads before the checkpoint's counters are restored."""
     whole = exact(DataLoader(Numbers(40), 4, shuffle=True))
-    whole.sampler.set_epoch(1)
+    passes_of(whole).set_epoch(1)
     order = indices(whole)
     loading = ExactLoading(seed=0)
     loading.start = Start(epoch=1, batches=6, samples_per_batch=4, loaders=[(0, None)])
@@ -1077,7 +1086,6 @@ def test_loaders_that_a_schedule_asks_for_leave_the_start_alone() -> None:
     later = loading.exact(
         DataLoader(Numbers(40), 4, shuffle=True), rank_of(0, 1, epoch=2, reload=1)
     )
-    later.sampler.set_epoch(2)
     assert len(indices(later)) == 10, "a later epoch is a whole one"
 
 
@@ -1110,13 +1118,13 @@ def test_a_stream_with_a_state_goes_on_where_its_checkpoint_was_taken() -> None:
     assert states == [(5, {"next": 10})]  # Lightning itself had fetched one batch more
     trainer.training = True
     rest = loading.exact(DataLoader(ResumableStream(), batch_size=2), trainer)
-    rest.sampler.start_at(Start(batches=5), *states[0])
+    passes_of(rest).start_at(Start(batches=5), *states[0])
     assert [int(x) for batch in rest for x in batch] == Looks.seen[10:]
 
 
 def test_plain_samplers_are_told_from_own_ones() -> None:
     for sampler in (SequentialSampler(range(3)), RandomSampler(range(3))):
-        batches = ExactBatches(sampler, 2)
+        batches = ExactBatches(DataLoader(range(3), 2, sampler=sampler))
         assert sorted(int(i) for _, _, part in batches for i in part) == [0, 1, 2]
 
 
@@ -1137,10 +1145,11 @@ class NoisyStream(IterableDataset[Tensor]):
 def test_workers_of_a_stream_that_outlive_an_epoch_are_seeded_for_each(training: bool) -> None:
     def epochs(*numbers: int) -> list[list[Tensor]]:
         stream = DataLoader(NoisyStream(), 4, num_workers=2, persistent_workers=True)
-        found = ExactLoading(seed=0).exact(stream, rank_of(0, 1, training))
+        trainer = rank_of(0, 1, training)
+        found = ExactLoading(seed=0).exact(stream, trainer)
         batches = []
         for number in numbers:
-            found.sampler.set_epoch(number)
+            trainer.current_epoch = number
             batches.append(list(found))
         return batches
 
@@ -1158,8 +1167,9 @@ def test_workers_end_at_once_when_the_garbage_collector_finds_their_loader(rows:
     list(found)
     workers = [each for each in multiprocessing.active_children() if each not in earlier]
     assert len(workers) == 2
+    # The attribute is one of the user's loader, too.
     found.circle = found
-    del found
+    del found, loader
     began = time.monotonic()
     gc.collect()
     assert not any(worker.is_alive() for worker in workers)
@@ -1268,23 +1278,25 @@ def test_a_state_that_cannot_be_gone_on_from_is_not_believed(loader: Any, said: 
     assert not loading.anywhere
     assert said in loading.notes[0]
     assert loading.notes[0].endswith(": a resumed run goes on from the last epoch's end.")
-    assert found.sampler.start == Start()
+    assert passes_of(found).start == Start()
 
 
 def test_a_state_that_is_right_at_the_end_of_an_epoch_alone_is_kept_there() -> None:
     def started(epoch: int) -> tuple[ExactLoading, Any]:
         loading = ExactLoading(seed=0)
-        return loading, loading.exact(DataLoader(CountsEpochs(), 4), rank_of(0, 1, epoch=epoch))
+        trainer.current_epoch = epoch
+        return loading, loading.exact(DataLoader(CountsEpochs(), 4), trainer)
 
+    trainer = rank_of(0, 1)
     loading, whole = started(0)
     assert len(loading.notes) == 1
     assert "which gives other samples when it goes on from its state_dict" in loading.notes[0]
     list(whole)
     state = loading.training[0].state_after(6, epoch_ends=True)
-    whole.sampler.set_epoch(1)
+    trainer.current_epoch = 1
     second = list(whole)
     _, resumed = started(1)
-    resumed.sampler.start_at(Start(1, loaders=[state]), *state)
+    passes_of(resumed).start_at(Start(1, loaders=[state]), *state)
     assert is_same(list(resumed), second)
     _, anew = started(1)
     assert not is_same(list(anew), second)
@@ -1372,8 +1384,8 @@ class GoesOn(Stream):
 def test_generators_that_a_dataset_holds_are_seeded_for_each_batch(make: Any, workers: int) -> None:
     def batches(epoch: int, first: int, training: bool = True) -> list[Tensor]:
         loader = DataLoader(HoldsGenerator(make()), 4, num_workers=workers)
-        found = ExactLoader(loader, training, seed=3)
-        found.sampler.start_at(Start(epoch, batches=first))
+        found = exact_form(loader, training, seed=3)
+        passes_of(found).start_at(Start(epoch, batches=first))
         return list(found)
 
     whole = batches(1, 0)
@@ -1419,8 +1431,8 @@ def test_generators_that_a_dataset_gets_later_are_seeded_for_each_batch(
 ) -> None:
     def batches(first: int, training: bool = True) -> list[Tensor]:
         loader = DataLoader(MakesGenerator(16), 4, num_workers=workers, worker_init_fn=prepare)
-        found = ExactLoader(loader, training, seed=3)
-        found.sampler.start_at(Start(1, batches=first))
+        found = exact_form(loader, training, seed=3)
+        passes_of(found).start_at(Start(1, batches=first))
         return list(found)
 
     assert is_same(batches(2), batches(0)[2:])
@@ -1535,15 +1547,17 @@ def test_a_state_that_was_proved_gives_exactly_the_rest(make: Any) -> None:
         loading = ExactLoading(seed=0)
         if place is not None:
             loading.start = place
-        found = loading.exact(make(), rank_of(0, 1, epoch=place.epoch if place else 0))
+        trainer.current_epoch = place.epoch if place else 0
+        found = loading.exact(make(), trainer)
         assert loading.anywhere
         loading.begin()
         return loading, found
 
+    trainer = rank_of(0, 1)
     loading, whole = started()
     generators = torch.get_rng_state()
     list(whole)
-    whole.sampler.set_epoch(1)
+    trainer.current_epoch = 1
     batches = []
     for batch in whole:
         batches.append(batch)
@@ -1551,7 +1565,6 @@ def test_a_state_that_was_proved_gives_exactly_the_rest(make: Any) -> None:
             state = loading.training[0].state_after(3, epoch_ends=False)
     assert torch.equal(torch.get_rng_state(), generators)
     _, rest = started(Start(epoch=1, batches=3, loaders=[state]))
-    rest.sampler.set_epoch(1)
     found = list(rest)
     assert is_same(found, batches[3:])
     assert len(found) == len(batches) - 3 > 0

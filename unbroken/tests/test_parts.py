@@ -90,7 +90,7 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     proof = (OpenWindow(), Chain(), BitsInMemory())
     parts = all_parts(*asked, *noted, UsersObjects(), *proof, [own])
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 21
+    assert len(names) == len(set(names)) == 22
     assert isinstance(parts[-1], RandomGenerators)
 
 

@@ -201,14 +201,14 @@ import sys
 from torch.utils.data import DataLoader
 from unbroken.cli.refusals import refusals_as_errors
 from unbroken.cli.start import exit_code
-from unbroken.loading import ExactLoader
+from unbroken.loading import exact_form
 from tests.test_refusals import CannotBeSent
 
 def main(argv):
     plain = DataLoader([1, 2], num_workers=1, collate_fn=lambda _: CannotBeSent(),
                        multiprocessing_context="fork")
     with refusals_as_errors(None, lambda: True):
-        list(ExactLoader(plain, training=True, seed=0))
+        list(exact_form(plain, training=True, seed=0))
 
 sys.exit(exit_code(main, []))
 """

@@ -10,21 +10,28 @@ import signal
 import stat
 import sys
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from torch.utils.data import DataLoader
+from torch import Tensor
+from torch.nn.functional import dropout
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from unbroken import ExactCheckpoint
 from unbroken.commands.runs.saved_run import SavedRun, find_runs
 from unbroken.errors import UserError
+from unbroken.loading import exact_form
 from unbroken.machine import threads
 
-from tests.commands import checkpoint
+from tests.commands import assert_same_run, checkpoint, run_ranks
 from tests.plain_module import Regression, rows
 
 # Lightning's advice on workers and lengths is not what is tested.
@@ -307,3 +314,379 @@ def test_a_trainer_that_is_to_save_nothing_is_refused_with_our_name(
     with pytest.raises(UserError, match="leave out what ExactCheckpoint is for"):
         Trainer(callbacks=[keep], accelerator="cpu", **argument)
     Trainer(accelerator="cpu", **argument)
+
+
+# The live loader: what the user's code finds in trainer.train_dataloader
+
+
+class Indices(Dataset[Tensor]):
+    """Sample ``i`` is ``[i]``."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index)])
+
+
+class Curriculum(Sampler[int]):
+    """The easy samples, or all of them: an attribute says which."""
+
+    def __init__(self) -> None:
+        self.difficulty = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(24) if self.difficulty else [*range(12), *range(12)])
+
+
+class Shorter(DataLoader[Any]):
+    """Says how long an epoch is, and has a method and a property."""
+
+    level = 1
+
+    def __len__(self) -> int:
+        return super().__len__() // 2
+
+    @property
+    def doubled(self) -> int:
+        return 2 * self.level
+
+    def harder(self) -> int:
+        self.level += 1
+        return self.level
+
+
+class OwnLoader:
+    """Inherits from nothing of PyTorch's."""
+
+    sign = 1
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.full((2, 1), float(self.sign * batch)) for batch in range(3))
+
+
+class Endless(IterableDataset[Tensor]):
+    """A stream that each worker reads to its end."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.tensor([float(number)]) for number in range(12))
+
+
+def negated(samples: list[Tensor]) -> Tensor:
+    return -torch.stack(samples)
+
+
+def set_size_by_epoch(loader: Any, epoch: int) -> None:
+    loader.batch_sampler.batch_size = (2, 4, 5)[epoch]
+
+
+def set_size_once(loader: Any, epoch: int) -> None:
+    if epoch == 1:
+        loader.batch_sampler.batch_size = 4
+
+
+def double_size(loader: Any, epoch: int) -> None:
+    loader.batch_sampler.batch_size *= 2
+
+
+def drop_last(loader: Any, epoch: int) -> None:
+    loader.batch_sampler.batch_size = 5
+    loader.batch_sampler.drop_last = epoch > 0
+
+
+def set_difficulty(loader: Any, epoch: int) -> None:
+    loader.sampler.difficulty = int(epoch > 0)
+
+
+def set_collate(loader: Any, epoch: int) -> None:
+    loader.collate_fn = negated if epoch > 0 else torch.stack
+
+
+def set_sampler(loader: Any, epoch: int) -> None:
+    if epoch > 0:
+        loader.batch_sampler.sampler = range(23, -1, -1)
+
+
+def set_sign(loader: Any, epoch: int) -> None:
+    loader.sign = 1 - 2 * epoch
+
+
+def set_own_object(loader: Any, epoch: int) -> None:
+    """The user keeps the loader that he made, and changes that one."""
+    made["loader"].collate_fn = negated if epoch > 0 else torch.stack
+
+
+# The loader that the test has made last.
+made: dict[str, Any] = {}
+
+
+class Reads(LightningModule):
+    """Changes its loader as an epoch begins, and trains on what it reads.
+
+    Args:
+        change: Called with the live loader and the epoch.
+        moment: The hook in which it is called.
+    """
+
+    def __init__(
+        self, change: Callable[[Any, int], None] | None, moment: str = "on_train_epoch_start"
+    ) -> None:
+        super().__init__()
+        self.change = change
+        self.moment = moment
+        self.layer = torch.nn.Linear(1, 1)
+        torch.nn.init.ones_(self.layer.weight)
+        torch.nn.init.zeros_(self.layer.bias)
+
+    def change_at(self, moment: str) -> None:
+        if self.change is not None and moment == self.moment:
+            self.change(self.trainer.train_dataloader, self.current_epoch)
+
+    def on_train_epoch_start(self) -> None:
+        self.change_at("on_train_epoch_start")
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.change_at("second batch")
+
+    def on_train_epoch_end(self) -> None:
+        self.change_at("on_train_epoch_end")
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(batch / 24).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+class Killed(Exception):
+    """Ends a run, and nothing is saved any more."""
+
+
+class Seen(Callback):
+    """Notes all batches, and kills the run before one of an epoch."""
+
+    def __init__(self, dies_in: tuple[int, int] | None = None) -> None:
+        self.batches: list[tuple[int, list[float]]] = []
+        self.dies_in = dies_in
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, place: int) -> None:
+        if (trainer.current_epoch, place) == self.dies_in:
+            raise Killed
+        self.batches.append((trainer.current_epoch, batch[:, 0].tolist()))
+
+
+def read_by(
+    module: Reads,
+    make: Callable[[], Any],
+    keep: ExactCheckpoint | None,
+    dies_in: tuple[int, int] | None = None,
+    **flags: Any,
+) -> list[tuple[int, list[float]]]:
+    """Train for three epochs, on from the checkpoint if there is one; returns the batches."""
+    seen = Seen(dies_in)
+    callbacks = [seen] if keep is None else [seen, keep]
+    further = {"enable_checkpointing": keep is not None, "max_epochs": 3, **flags}
+    trainer = Trainer(callbacks=callbacks, **(QUIET | {"limit_train_batches": 1.0} | further))
+    made["loader"] = make()
+    with suppress(Killed):
+        trainer.fit(module, made["loader"], ckpt_path=keep and keep.resume_from)
+    return seen.batches
+
+
+def plain_loader(workers: int = 0, kind: type[DataLoader[Any]] = DataLoader, **how: Any) -> Any:
+    return kind(Indices(), num_workers=workers, **({"batch_size": 2} | how))
+
+
+CHANGES: dict[str, tuple[Any, Any]] = {
+    "its own length": (None, lambda workers: plain_loader(workers, Shorter)),
+    "size by epoch": (set_size_by_epoch, plain_loader),
+    "drop_last": (drop_last, lambda workers: plain_loader(workers, batch_size=5)),
+    "sampler": (set_difficulty, lambda workers: plain_loader(workers, sampler=Curriculum())),
+    "another sampler": (set_sampler, plain_loader),
+    "collate_fn": (set_collate, plain_loader),
+    "the user's own object": (set_own_object, plain_loader),
+    "an own loader": (set_sign, lambda _: OwnLoader()),
+    "a stream": (set_size_by_epoch, lambda n: DataLoader(Endless(), 2, num_workers=n)),
+}
+
+
+# Of these no checkpoint holds what it was changed to.
+NOT_KEPT = ("another sampler", "collate_fn", "the user's own object", "an own loader")
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("what", CHANGES)
+def test_what_is_changed_in_a_live_loader_counts_as_in_a_plain_trainer(
+    workplace: Path, capsys: pytest.CaptureFixture[str], what: str, workers: int
+) -> None:
+    change, make = CHANGES[what]
+    plain = read_by(Reads(change), lambda: make(workers), None)
+    capsys.readouterr()
+    kept = read_by(Reads(change), lambda: make(workers), ExactCheckpoint("r"))
+    assert kept == plain
+    said = capsys.readouterr().out.count("was changed in training: a resumed run has it only if")
+    assert said == (what in NOT_KEPT)
+    assert change is None or len({tuple(batch) for _, batch in plain}) > 3
+
+
+def test_a_live_loader_is_one_of_the_users_class_with_its_methods_and_attributes(
+    workplace: Path,
+) -> None:
+    told: list[Any] = []
+
+    def look(loader: Any, epoch: int) -> None:
+        told.extend([isinstance(loader, Shorter), type(loader).__name__, len(loader)])
+        told.extend([loader.harder(), loader.doubled, type(loader.sampler).__name__])
+        loader.note = epoch
+        # A copy, or what a pickle holds, is the user's own again.
+        told.append(type(copy.deepcopy(loader)) is Shorter)
+
+    read_by(Reads(look), lambda: plain_loader(0, Shorter), ExactCheckpoint("r"), max_epochs=1)
+    assert told == [True, "Shorter", 6, 2, 4, "SequentialSampler", True]
+    loader = made["loader"]
+    assert (loader.level, loader.note) == (2, 0)
+    assert vars(loader).keys() == vars(plain_loader(0, Shorter)).keys() | {"level", "note"}
+    assert [len(batch) for batch in loader] == [2] * 12
+
+
+def test_no_class_is_announced_to_the_users_own_classes() -> None:
+    announced: list[str] = []
+
+    class Registered(DataLoader[Any]):
+        def __init_subclass__(cls, *, name: str) -> None:
+            announced.append(name)
+
+    assert isinstance(exact_form(plain_loader(0, Registered), True, 0), Registered)
+    assert announced == []
+
+
+# What is changed, in which moment, and of which loader.
+SCHEDULES: dict[str, tuple[Any, str, dict[str, Any]]] = {
+    "size by epoch": (set_size_by_epoch, "on_train_epoch_start", {"shuffle": True}),
+    "size once": (set_size_once, "on_train_epoch_start", {"shuffle": True}),
+    "size doubled": (double_size, "on_train_epoch_start", {"shuffle": True, "workers": 2}),
+    "size at the end": (set_size_once, "on_train_epoch_end", {"shuffle": True}),
+    "size inside": (double_size, "second batch", {"shuffle": True}),
+    "difficulty": (set_difficulty, "on_train_epoch_start", {"sampler": True}),
+    "collate_fn": (set_collate, "on_train_epoch_start", {"shuffle": True}),
+}
+# The epoch and the batch before which the run dies: an epoch's first, and others.
+KILLS = [(0, 3), (1, 2), (2, 0), (2, 1)]
+OF_EVERY_DAY = [
+    ("size by epoch", (2, 1)),
+    ("size at the end", (2, 0)),
+    ("size doubled", (2, 1)),
+    ("size inside", (1, 2)),
+    ("difficulty", (1, 2)),
+    ("collate_fn", (2, 0)),
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "dies_in"),
+    [
+        pytest.param(*case, marks=() if case in OF_EVERY_DAY else pytest.mark.nightly)
+        for case in product(SCHEDULES, KILLS)
+    ],
+)
+def test_a_run_that_changes_its_loader_resumes_exactly(
+    workplace: Path,
+    capsys: pytest.CaptureFixture[str],
+    schedule: str,
+    dies_in: tuple[int, int],
+) -> None:
+    change, moment, options = SCHEDULES[schedule]
+
+    def make() -> Any:
+        own = {"sampler": Curriculum()} if "sampler" in options else {}
+        return plain_loader(**{**options, **own})
+
+    def train(folder: str, dies_in: tuple[int, int] | None = None) -> tuple[Any, Any]:
+        module = Reads(change, moment)
+        torch.manual_seed(3)
+        # The last batches of an epoch make a step of their own: Lightning must know the last one.
+        keep = ExactCheckpoint(folder, every="1")
+        batches = read_by(module, make, keep, dies_in, accumulate_grad_batches=2)
+        return batches, module.state_dict()
+
+    whole, weights = train("whole")
+    killed, _ = train("r", dies_in)
+    assert 0 < len(killed) < len(whole)
+    capsys.readouterr()
+    rest, resumed = train("r")
+    assert rest == whole[-len(rest) :]
+    assert len(killed) + len(rest) - len(whole) in (0, 1)
+    assert all(map(torch.equal, weights.values(), resumed.values()))
+    assert "instead of" not in capsys.readouterr().out
+
+
+class DrawsAsToldTheEpoch(Sampler[int]):
+    """Lightning calls its ``set_epoch``, in a resumed run once more."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(24).tolist()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+class Noisy(Reads):
+    """Draws in its steps from the generator that the sampler draws from."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layer(dropout(batch / 24 + 1, 0.3)).square().mean()
+
+
+@pytest.mark.parametrize("dies_in", [(1, 3), (2, 0)])
+def test_what_a_sampler_draws_as_it_is_told_the_epoch_shifts_no_generator(
+    workplace: Path, dies_in: tuple[int, int]
+) -> None:
+    def train(folder: str, dies_in: tuple[int, int] | None = None) -> tuple[Any, Any]:
+        module = Noisy(None)
+        torch.manual_seed(3)
+        keep = ExactCheckpoint(folder, every="1")
+        make = partial(plain_loader, sampler=DrawsAsToldTheEpoch())
+        return read_by(module, make, keep, dies_in), module.state_dict()
+
+    whole, weights = train("whole")
+    train("r", dies_in)
+    rest, resumed = train("r")
+    assert rest == whole[-len(rest) :]
+    assert all(map(torch.equal, weights.values(), resumed.values()))
+
+
+class GrowsBatches(Regression):
+    """A batch size by the epoch, set in the loader that the Trainer reads."""
+
+    def on_train_epoch_start(self) -> None:
+        loader: Any = self.trainer.train_dataloader
+        loader.batch_sampler.batch_size = 4 * 2**self.current_epoch
+
+
+def test_two_ranks_whose_batches_grow_are_killed_and_go_on_bit_identically(
+    workplace: Path,
+) -> None:
+    flags = ["--model", "tests.test_same_trainer.GrowsBatches", "--data", "null"]
+    flags += ["--max_epochs", "3", "--accumulate_grad_batches", "3", "--checkpoint_every", "2"]
+    flags += ["--logger", "false", "--monitors", "none", "--accelerator", "cpu"]
+    flags += ["--report", "false"]
+    reference = run_ranks("fit", *flags, "--run_name", "reference")
+    assert reference.returncode == 0, reference.stderr
+    # Epochs of 25, 13 and 7 batches are 9, 5 and 3 steps.
+    ended = checkpoint(Path("checkpoints/reference/last.ckpt"))
+    assert ended["global_step"] == 17
+    assert run_ranks("tests.interrupted", "15", "SIGKILL", *flags, "--run_name", "r").returncode
+    assert checkpoint(Path("checkpoints/r/last.ckpt"))["global_step"] in (14, 15)
+    resumed = run_ranks("fit", "--run_name", "r", "--ckpt_path", "auto")
+    assert resumed.returncode == 0, resumed.stderr
+    assert_same_run(Path("checkpoints/reference"), Path("checkpoints/r"))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.profilers import Profiler
@@ -377,6 +378,33 @@ def go_on_with_next_batch(trainer: Trainer, was_validated: bool) -> None:
         if was_validated:
             loop._batches_that_stepped += 1
         loop._restarting = False
+
+    loop.on_run_start = start
+
+
+def before_resumed_epoch(trainer: Trainer, act: Callable[[], None]) -> None:
+    """Call ``act`` once in the epoch that a resumed run begins with: samplers have been told the
+    epoch, the hooks of its start were called, and no batch was read.
+
+    Before that the epoch is made as long as its loaders say now. Lightning asks for the lengths
+    anew as each epoch begins, but for the first one of a start: that one has the lengths of before
+    those hooks, which may set another batch size. Buys that a resumed epoch knows its last batch.
+    Public way missing: nothing is called between the hooks and the first batch.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    further = loop.on_run_start
+    is_replaced = "on_run_start" in vars(loop)
+
+    def start(data_fetcher: Any) -> None:
+        if not is_replaced:
+            # The class's method shows again. Else that which it calls takes itself away.
+            del loop.on_run_start
+        length = sized_len(data_fetcher.combined_loader)
+        # The first epoch of a run has the lengths of before its hooks, also where it is resumed.
+        if trainer.current_epoch > 0 and None not in (data_fetcher.length, length):
+            data_fetcher.length = length
+        act()
+        further(data_fetcher)
 
     loop.on_run_start = start
 

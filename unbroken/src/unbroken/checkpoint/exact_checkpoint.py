@@ -310,5 +310,4 @@ class ExactCheckpoint(callbacks.Checkpoint):
             waiting.end()
             self._watches_threads = False
         take_hooks_out(trainer)
-        # Whoever copies the callbacks after a run copies no Trainer with them.
-        self.engine.loading.next_batch = None
+        self.engine.loading.let_go()

@@ -11,7 +11,7 @@ from unbroken.checkpoint.engine import Engine
 from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.checkpoint.shared_buffers import share_buffers
 from unbroken.checkpoint.shared_metrics import share_sums
-from unbroken.loading import ExactLoader
+from unbroken.loading import ExactLoader, passes_of
 from unbroken.seams import Seams
 from unbroken.stopping import signals
 from unbroken.storage.checkpoint_files import OneSave
@@ -99,6 +99,7 @@ class Hooks(Callback):
         if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined]
             # Lightning does so, too, but after the save below, which holds these counts.
             lightning_internals.validated_batches(trainer).clear()
+        engine.restoring.samplers_were_told(trainer)
         # Before the first epoch there is nothing to save.
         if trainer.current_epoch > 0 and not engine.restoring.is_under_way:
             engine.following.epoch_is_over(trainer, engine.ending.group)
@@ -233,4 +234,4 @@ def take_hooks_out(trainer: Trainer) -> None:
 
 def has_equal_batches(loader: Any) -> bool:
     """Whether a loader has as many batches on every rank."""
-    return isinstance(loader, ExactLoader) and loader.ranks_agree
+    return isinstance(loader, ExactLoader) and passes_of(loader).ranks_agree

@@ -95,10 +95,13 @@ class KeptParts:
         all. Every rank calls it.
         """
         loading = self._loading
+        size = loading.samples_per_batch_of_pass
+        if snapshot.place == "epoch":
+            size = loading.samples_per_batch
         return {
             "place": snapshot.place,
             "ranks": of_all_ranks(snapshot.mine, group),
-            "samples_per_batch": loading.samples_per_batch,
+            "samples_per_batch": size,
             "seed": loading.seed,
             "seeds": [list(each) for each in loading.seeds],
             **snapshot.shared,

@@ -47,6 +47,7 @@ from unbroken.checkpoint.resume import (
 )
 from unbroken.loading import ExactLoading
 from unbroken.loading.seeding import Seeds
+from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import apply_changes
 from unbroken.parts.module import give_plain_buffers
 from unbroken.stopping.ranks import of_all_ranks, say
@@ -256,6 +257,9 @@ class Restoring:
             # The module's own hooks may have read whole epochs.
             self._loading.begin()
         if resume is not None:
+            # Whichever hook has set another batch size, the checkpoint's counts.
+            self._loading.cut_again(resume.batch_sizes)
+            lightning_internals.before_resumed_epoch(trainer, lambda: self._epoch_goes_on(trainer))
             # The hooks of the epoch's start have changed attributes. What the module loads itself
             # comes later, and stays.
             kept.objects.undo(trainer)
@@ -320,6 +324,20 @@ class Restoring:
         return saved is None or self._best.is_that_of(saved)
 
     # 4. The training goes on
+
+    def _epoch_goes_on(self, trainer: Trainer) -> None:
+        # Where an epoch begins, its hooks have drawn, too, and that stays.
+        if self._resume is not None and self._resume.place != "epoch":
+            self.samplers_were_told(trainer)
+
+    def samplers_were_told(self, trainer: Trainer) -> None:
+        """Lightning has called ``set_epoch`` of the loaders' samplers, after everything was given
+        back. The generators from which they may have drawn are put back once more: the checkpoint
+        was saved after that.
+        """
+        if self._resume is not None:
+            generators = [part for part in self._kept.all if isinstance(part, RandomGenerators)]
+            self._resume.give_back(trainer, generators)
 
     def before_batch(self) -> None:
         """End the epoch, where the run went on only for a validation that is not wanted any

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from unbroken import lightning_internals
 from unbroken.checkpoint.cut_epoch import go_inside
 from unbroken.loading import ExactLoading, Start
+from unbroken.parts.loaders import BatchSizes
 from unbroken.parts.loops import Place
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import users_callbacks
@@ -32,6 +33,8 @@ class Resume:
     ranks: list[dict[str, Any]]
     shared: dict[str, Any]
     samples_per_batch: int
+    # How its loaders cut their batches. Empty in a checkpoint of an earlier version.
+    batch_sizes: list[dict[str, Any]]
     # Where training goes on in its loaders.
     start: Start
     # Whether the run had stopped early and is to stay so.
@@ -60,12 +63,12 @@ class Resume:
         samples_per_batch = state.pop("samples_per_batch")
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         # On more devices than before a new rank goes on where an earlier one was.
-        loaders = ranks[trainer.global_rank % len(ranks)]["loaders"]
+        mine = ranks[trainer.global_rank % len(ranks)]
         start = Start(
             epoch=epoch_of(checkpoint, place),
             batches=0 if place == "epoch" else batches["current"]["completed"],
             samples_per_batch=samples_per_batch,
-            loaders=loaders,
+            loaders=mine["loaders"],
             over=batches["is_last_batch"],
         )
         ended = checkpoint["global_step"] == trainer.max_steps
@@ -74,6 +77,7 @@ class Resume:
             ranks=ranks,
             shared=state,
             samples_per_batch=samples_per_batch,
+            batch_sizes=mine.get(BatchSizes.name, []),
             start=start,
             should_stop=should_stop,
             steps_more=int(place == "validation" and ended),

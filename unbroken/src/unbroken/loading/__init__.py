@@ -28,8 +28,11 @@ How a resume in the middle of an epoch is exact:
 
 from unbroken.loading.batches import ExactBatches as ExactBatches
 from unbroken.loading.exact_loader import ExactLoader as ExactLoader
+from unbroken.loading.exact_loader import exact_form as exact_form
+from unbroken.loading.exact_loader import passes_of as passes_of
 from unbroken.loading.exact_loading import ExactLoading as ExactLoading
 from unbroken.loading.fetch import Fetch as Fetch
 from unbroken.loading.passes import Passes as Passes
 from unbroken.loading.passes import Start as Start
+from unbroken.loading.watched_loader import LiveLoader as LiveLoader
 from unbroken.loading.watched_loader import WatchedLoader as WatchedLoader

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import InitVar, dataclass
 from itertools import cycle, islice, pairwise
 from typing import Any
 
@@ -13,7 +12,15 @@ from torch.utils import data
 from unbroken import contract
 from unbroken.errors import UserError
 from unbroken.loading.passes import Passes, Start
-from unbroken.loading.samplers import generators_of_order, has_state, samplers_within
+from unbroken.loading.samplers import (
+    Cut,
+    cut_of,
+    exact_source,
+    gathers,
+    generators_of_order,
+    has_state,
+    samplers_within,
+)
 from unbroken.loading.seeding import seed_generators
 
 # A batch's epoch, its number in the epoch (which goes on counting over several passes), and the
@@ -21,7 +28,6 @@ from unbroken.loading.seeding import seed_generators
 Request = tuple[int, int, Any]
 
 
-@dataclass(eq=False)
 class ExactBatches(Passes, data.Sampler[Request]):
     """What one rank's loader asks its dataset for.
 
@@ -35,33 +41,73 @@ class ExactBatches(Passes, data.Sampler[Request]):
     several ranks global batches differ by at most one sample: all ranks have equally many, so that
     none waits for one that has finished.
 
-    A share that the user has cut himself (``own_share``) is this rank's alone: its batches are
-    those of one rank.
+    The sampler, the batch size and ``drop_last`` are those that the loader has as a pass begins.
+
+    Args:
+        loader: As the user gave it.
+        training: Whether it is trained on, or evaluated.
+        seed: For the order, and for what is drawn as a batch is fetched.
+        rank: This process, 0 to ``world_size - 1``.
+        world_size: Processes that train together.
+        own_share: The user has cut this rank's share himself: its batches are those of one rank.
+
+    Raises:
+        UserError: An evaluation cannot be shared by so many ranks.
     """
 
-    # The sampler whose order is cut into batches, or a batch sampler.
-    source: Any
-    # Samples per rank; None with a batch sampler, or where the dataset gives ready batches.
-    batch_size: int | None
-    drop_last: bool = False
-    training: bool = True
-    # The dataset gives whole batches (see GathersBatches), also of no samples.
-    in_memory: bool = False
-    seed: InitVar[int] = 0
-    rank: int = 0
-    world_size: int = 1
-    # Where the dataset is asked.
-    device: torch.device | None = None
-    own_share: bool = False
+    def __init__(
+        self,
+        loader: data.DataLoader[Any],
+        training: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        own_share: bool = False,
+    ) -> None:
+        super().__init__(loader, seed)
+        self.training = training
+        self.rank = rank
+        self.world_size = world_size
+        self.own_share = own_share
+        dataset: Any = loader.dataset
+        # The dataset gives whole batches (see GathersBatches), also of no samples.
+        self.in_memory = gathers(dataset)
+        is_on_device = self.in_memory and isinstance(dataset, contract.LivesOnDevice)
+        # Where the dataset is asked.
+        self.device: torch.device | None = dataset.device if is_on_device else None
+        # Whether all ranks have equally many batches, so that they can exchange something at each.
+        self.ranks_agree = True
+        # The batches of a batch sampler of the user's own that several ranks evaluate; else None.
+        self._dealt: list[list[Any]] | None = None
+        is_shared = not training and self.parts > 1
+        if is_shared and self.source is loader.batch_sampler:
+            batches: Any = self.source
+            self._dealt = equally_many(list(batches), world_size)
+        if not training:
+            self._check_that_it_can_be_shared()
 
-    def __post_init__(self, seed: int) -> None:
-        super().__init__(self.source if has_state(self.source) else None, seed)
-        if self.batch_size is not None and self.training and self.drop_last:
+    @property
+    def source(self) -> Any:
+        """The sampler whose order is cut into batches, or a batch sampler."""
+        if self._dealt is not None:
+            return self._dealt
+        return exact_source(self.loader, self.training, self.own_share)
+
+    @property
+    def owner(self) -> Any:
+        """The sampler, if it has a state."""
+        source = self.source
+        return source if has_state(source) else None
+
+    @property
+    def cut(self) -> Cut:
+        """How the next pass is cut into batches."""
+        cut = self.cut_of_rest or cut_of(self.loader)
+        if cut.batch_size is not None and self.training and cut.drop_last:
             # A set that is smaller than a batch is one batch: drop_last would leave nothing.
             largest = max(1, self.num_samples // self.parts)
-            self.batch_size = min(self.batch_size, largest)
-        if not self.training:
-            self._check_that_it_can_be_shared()
+            return Cut(min(cut.batch_size, largest), cut.drop_last)
+        return cut
 
     @property
     def num_samples(self) -> int:
@@ -80,8 +126,18 @@ class ExactBatches(Passes, data.Sampler[Request]):
 
     @property
     def global_batch_size(self) -> int:
-        """Samples that all ranks together see per batch; with a batch sampler, batches."""
-        return (self.batch_size or 1) * self.world_size
+        """Samples that all ranks together see per batch of the next pass; with a batch sampler,
+        batches.
+        """
+        return self._global_batch_size(self.cut)
+
+    @property
+    def global_batch_size_of_pass(self) -> int:
+        """The same of the pass that is read."""
+        return self._global_batch_size(self.cut_of_pass or self.cut)
+
+    def _global_batch_size(self, cut: Cut) -> int:
+        return (cut.batch_size or 1) * self.world_size
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
@@ -104,6 +160,7 @@ class ExactBatches(Passes, data.Sampler[Request]):
         return self.first + len(self._cuts()) - len(self._cuts(self.start_sample))
 
     def __iter__(self) -> Iterator[Request]:
+        self.take_epoch()
         if self.start.over:
             # Worker processes request batches in advance. Return now, so that the source's next
             # order is not drawn before the next epoch.
@@ -117,16 +174,19 @@ class ExactBatches(Passes, data.Sampler[Request]):
         cuts = self._cuts(min(self.start_sample, len(order)), len(order))
         if cuts[-1] > len(order):
             order = repeated(order, cuts[-1])
+        gives_batches = self.cut.batch_size is None
+        self.cut_of_pass = self.cut
         # The next iteration starts at the first batch.
         self.start = Start(epoch)
+        self.cut_of_rest = None
         for number, (begin, end) in enumerate(pairwise(cuts), start=first_batch):
             mine = begin + (end - begin) * self.part // self.parts
             others = begin + (end - begin) * (self.part + 1) // self.parts
-            yield epoch, number, order[mine] if self.batch_size is None else order[mine:others]
+            yield epoch, number, order[mine] if gives_batches else order[mine:others]
         self.first = first_batch + len(cuts) - 1 if self.cycles else 0
 
     def _check_that_it_can_be_shared(self) -> None:
-        if self.batch_size is None:
+        if self.cut.batch_size is None:
             what = "ready batches"
             is_possible = self.num_samples % self.parts == 0
         else:
@@ -182,27 +242,29 @@ class ExactBatches(Passes, data.Sampler[Request]):
         """
         if samples is None:
             samples = self.num_samples
-        if self.training or self.parts == 1 or self.batch_size is None:
+        if self.training or self.parts == 1 or self.cut.batch_size is None:
             return self._cuts_of_one_size(first, samples)
         return self._equal_cuts(samples)
 
     def _cuts_of_one_size(self, first: int, samples: int) -> list[int]:
-        samples_per_batch = (self.batch_size or 1) * self.parts
+        cut = self.cut
+        samples_per_batch = (cut.batch_size or 1) * self.parts
         cuts = list(range(first, samples + 1, samples_per_batch))
         rest = samples - cuts[-1]
-        if rest and not self.drop_last:
+        if rest and not cut.drop_last:
             share = math.ceil(rest / self.parts)
             cuts.append(cuts[-1] + share * self.parts)
         return cuts
 
     def _equal_cuts(self, samples: int) -> list[int]:
         """The cuts of an evaluation on several ranks: batches differ by one sample at most."""
-        assert self.batch_size is not None
-        if self.drop_last and samples > self.batch_size:
+        batch_size, drop_last = self.cut
+        assert batch_size is not None
+        if drop_last and samples > batch_size:
             # Leave out what one rank leaves out.
-            samples -= samples % self.batch_size
+            samples -= samples % batch_size
         largest_share = math.ceil(samples / self.parts)
-        batches = math.ceil(largest_share / self.batch_size)
+        batches = math.ceil(largest_share / batch_size)
         if not self.in_memory:
             # No rank has a batch of no samples.
             batches = min(batches, samples // self.parts)

@@ -1,5 +1,8 @@
 """The exact form of a plain loader over a map-style dataset."""
 
+import functools
+import operator
+import types
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -7,12 +10,12 @@ from typing import Any
 import torch
 from torch.utils import data
 from torch.utils.data import DataLoader
-from unbroken import contract
 from unbroken.lightning_internals import iterator_of
-from unbroken.loading.batches import ExactBatches, Request, equally_many
+from unbroken.loading.batches import ExactBatches, Request
 from unbroken.loading.fetch import Fetch
-from unbroken.loading.samplers import cuts_as_torch_does, exact_source, gathers
+from unbroken.loading.samplers import source_of
 from unbroken.loading.workers import end_workers_at_exit, iterate, prepare_worker
+from unbroken.stopping.ranks import say
 
 # What an exact loader takes over from the loader that was given.
 KEPT = (
@@ -24,6 +27,30 @@ KEPT = (
     "timeout",
     "in_order",
 )
+
+
+def made_of(loader: DataLoader[Any]) -> list[Any]:
+    """What the loader that fetches is made of."""
+    names = ("dataset", "collate_fn", "worker_init_fn", *KEPT)
+    return [getattr(loader, name) for name in names]
+
+
+def are_the_same(before: list[Any], now: list[Any]) -> bool:
+    """Whether two lists hold the same objects: data sets may not be compared by value."""
+    return len(before) == len(now) and all(map(operator.is_, before, now))
+
+
+def not_in_a_checkpoint(loader: DataLoader[Any]) -> dict[str, Any]:
+    """What decides which batches a loader gives, and can be exchanged in training."""
+    return {"collate_fn": loader.collate_fn, "the sampler": source_of(loader)}
+
+
+def lost_unless_set_again(name: str, loader: Any) -> str:
+    """The line about an attribute that no checkpoint holds."""
+    return (
+        f"{name} of {type(loader).__name__} was changed in training: a resumed run has it only if"
+        " on_train_epoch_start sets it, by the epoch's number."
+    )
 
 
 class PlainRequests(data.Sampler[Request]):
@@ -45,13 +72,92 @@ class PlainRequests(data.Sampler[Request]):
 
 
 class ExactLoader(DataLoader[Any]):
-    """The exact form of a plain loader: to the user's code the same loader, sampler apart.
+    """The exact form of a plain loader: to the user's code the same loader.
+
+    It is made by :func:`exact_form`, of a class of its own. That one inherits first from the class
+    of the user's loader, so its methods and its ``__len__`` hold, then from this class, then from
+    PyTorch's. Its attributes are those of the user's loader themselves, so that what is read or
+    written in the one is so in the other. What a pass needs of them is read as it begins.
+    """
+
+    # In slots, because all other attributes are the user's loader's.
+    _passes: ExactBatches
+    _fetching: DataLoader[Any]
+    _fetching_is_made_of: list[Any]
+    # What was changed since the loader was made, if no checkpoint holds it, is said once.
+    _as_made: dict[str, Any]
+
+    _iterator = iterator_of("_fetching")
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        """Batches. A generator: workers start when the first batch is asked for, at an epoch's
+        start.
+        """
+        passes = self._passes
+        if passes.training:
+            self._say_what_a_resume_lacks()
+        if not are_the_same(self._fetching_is_made_of, made_of(self)):
+            # Workers that outlive an epoch would go on with what they were started with.
+            make_fetching(self)
+        fetch: Any = self._fetching.dataset
+        fetch.seed = passes.seeds.draws
+        if passes.in_memory and not self.num_workers and not self.pin_memory:
+            # PyTorch's loader would take longer than the batch.
+            for request in passes:
+                yield fetch[request]
+        else:
+            yield from iterate(self._fetching)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is one of the user's own loader."""
+        return self._passes.loader.__reduce_ex__(protocol)
+
+    def _say_what_a_resume_lacks(self) -> None:
+        for name, value in not_in_a_checkpoint(self).items():
+            if name in self._as_made and self._as_made[name] is not value:
+                del self._as_made[name]
+                say(lost_unless_set_again(name, self))
+
+
+class _Unannounced:
+    """Keeps the user's ``__init_subclass__`` from hearing of a class that he has not written."""
+
+    def __init_subclass__(cls) -> None: ...
+
+
+@functools.cache
+def exact_class(kind: type[DataLoader[Any]]) -> type[ExactLoader]:
+    """The class of the exact form of the loaders of a class. It goes by the same name."""
+    bases: tuple[type, ...] = (ExactLoader,)
+    if kind is not DataLoader:
+        bases = (_Unannounced, kind, ExactLoader)
+    names = {
+        "__slots__": tuple(ExactLoader.__annotations__),
+        "__module__": kind.__module__,
+        "__qualname__": kind.__qualname__,
+        "__doc__": kind.__doc__,
+    }
+    return types.new_class(kind.__name__, bases, exec_body=lambda body: body.update(names))
+
+
+def exact_form(
+    loader: DataLoader[Any],
+    training: bool,
+    seed: int,
+    rank: int = 0,
+    world_size: int = 1,
+    own_share: bool = False,
+) -> ExactLoader:
+    """The exact form of a plain loader.
 
     Args:
         loader: The plain loader (see :func:`unbroken.loading.samplers.is_plain`) over a
             map-style dataset.
         training: Whether it is trained on, or evaluated.
-        seed: The order and all random numbers of the data come from it, unless the sampler gets
+        seed: The order and all random numbers of the data come from it, unless its passes get
             other ``seeds``.
         rank: This process, 0 to ``world_size - 1``.
         world_size: Processes that train together.
@@ -61,85 +167,48 @@ class ExactLoader(DataLoader[Any]):
     Raises:
         UserError: An evaluation cannot be shared by so many ranks.
     """
+    passes = ExactBatches(loader, training, seed, rank, world_size, own_share)
+    kind: Any = type(loader)
+    found: ExactLoader = object.__new__(exact_class(kind))
+    # A class of the user's may set attributes in another way.
+    object.__setattr__(found, "__dict__", vars(loader))
+    found._passes = passes
+    found._as_made = not_in_a_checkpoint(loader)
+    make_fetching(found)
+    if found.num_workers:
+        end_workers_at_exit()
+    return found
 
-    sampler: ExactBatches
-    # Whether all ranks have equally many batches, so that they can exchange something at each one.
-    ranks_agree = True
-    _iterator = iterator_of("fetching")
 
-    def __init__(
-        self,
-        loader: DataLoader[Any],
-        training: bool,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        own_share: bool = False,
-    ) -> None:
-        dataset: Any = loader.dataset
-        batch_sampler: Any = loader.batch_sampler
-        source = exact_source(loader, training, own_share)
-        # With batch_size=None the dataset returns whole batches; with a batch sampler of his own
-        # the user cuts them.
-        batch_size = None
-        drop_last = False
-        if cuts_as_torch_does(batch_sampler):
-            batch_size = batch_sampler.batch_size
-            drop_last = batch_sampler.drop_last
-        elif source is batch_sampler and not training and world_size > 1 and not own_share:
-            source = equally_many(list(source), world_size)
-        in_memory = gathers(dataset)
-        is_on_device = in_memory and isinstance(dataset, contract.LivesOnDevice)
-        batches = ExactBatches(
-            source,
-            batch_size,
-            drop_last=drop_last,
-            training=training,
-            in_memory=in_memory,
-            seed=seed,
-            rank=rank,
-            world_size=world_size,
-            device=dataset.device if is_on_device else None,
-            own_share=own_share,
-        )
-        # DataLoader.__init__ would take other arguments, and a subclass may have others still.
-        vars(self).update(vars(loader))
-        vars(self)["sampler"] = batches
-        fetch: Any = Fetch(
-            dataset,
-            loader.collate_fn,
-            seed,
-            rank=rank if training else None,
-            batched=batch_sampler is not None,
-        )
-        self.fetching: DataLoader[Any] = DataLoader(
-            fetch,
-            sampler=PlainRequests(batches) if loader.num_workers else batches,
-            # A request is a whole batch: PyTorch neither collates nor copies it.
-            batch_size=None,
-            # PyTorch's own would search every batch for arrays.
-            collate_fn=torch.nn.Identity(),
-            worker_init_fn=partial(prepare_worker, further=loader.worker_init_fn),
-            # PyTorch draws a seed for the workers. It should not come from the training's
-            # generator.
-            generator=torch.Generator().manual_seed(seed),
-            **{name: getattr(loader, name) for name in KEPT},
-        )
-        if self.num_workers:
-            end_workers_at_exit()
+def passes_of(loader: Any) -> Any:
+    """The :class:`Passes` of what the run has put in a loader's place. They are no attribute that
+    the user's code would find in its own loader.
+    """
+    return loader._passes
 
-    def __len__(self) -> int:
-        return len(self.sampler)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Batches. A generator: workers start when the first batch is asked for, at an epoch's
-        start.
-        """
-        fetch: Any = self.fetching.dataset
-        fetch.seed = self.sampler.seeds.draws
-        if self.sampler.in_memory and not self.num_workers and not self.pin_memory:
-            # PyTorch's loader would take longer than the batch.
-            for request in self.sampler:
-                yield fetch[request]
-        else:
-            yield from iterate(self.fetching)
+def make_fetching(loader: ExactLoader) -> None:
+    """Make the loader of PyTorch's that fetches what an exact one asks for."""
+    passes = loader._passes
+    seed = passes.seeds.draws
+    fetch: Any = Fetch(
+        loader.dataset,
+        loader.collate_fn,
+        seed,
+        rank=passes.rank if passes.training else None,
+        batched=loader.batch_sampler is not None,
+    )
+    loader._fetching_is_made_of = made_of(loader)
+    loader._fetching = DataLoader(
+        fetch,
+        sampler=PlainRequests(passes) if loader.num_workers else passes,
+        # A request is a whole batch: PyTorch neither collates nor copies it.
+        batch_size=None,
+        # PyTorch's own would search every batch for arrays.
+        collate_fn=torch.nn.Identity(),
+        worker_init_fn=partial(prepare_worker, further=loader.worker_init_fn),
+        # PyTorch draws a seed for the workers. It should not come from the training's
+        # generator.
+        generator=torch.Generator().manual_seed(seed),
+        **{name: getattr(loader, name) for name in KEPT},
+    )

@@ -1,6 +1,6 @@
 """Chooses the form in which a run's loaders are read, and puts them where training starts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from itertools import chain, repeat
 from typing import Any
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from unbroken import contract
 from unbroken.errors import UserError
 from unbroken.loading.batches import ExactBatches
-from unbroken.loading.exact_loader import ExactLoader
+from unbroken.loading.exact_loader import ExactLoader, exact_form, passes_of
 from unbroken.loading.held_data import held_data, is_alike
 from unbroken.loading.log_steps import SHARDING
 from unbroken.loading.passes import Passes, Start
@@ -29,7 +29,7 @@ from unbroken.loading.samplers import (
     source_of,
 )
 from unbroken.loading.seeding import Seeds, seed_from
-from unbroken.loading.watched_loader import WatchedLoader
+from unbroken.loading.watched_loader import LiveLoader, WatchedLoader
 from unbroken.seams import Seams
 from unbroken.stopping.ranks import of_all_ranks, of_rank_zero, say
 from unbroken.stopping.stop import NextBatch
@@ -113,10 +113,12 @@ class ExactLoading:
         if form is Form.EXACT and trainer.world_size > 1 and not ranks_hold_the_same(loader):
             form = Form.OWN_DATA
         found: Any
+        passes: Passes
         if form is Form.WATCHED:
-            found = self._watched(loader, seed, trainer)
+            passes = self._watched(loader, seed, trainer)
+            found = LiveLoader(passes)
         else:
-            found = ExactLoader(
+            found = exact_form(
                 loader,
                 training,
                 seed,
@@ -124,15 +126,17 @@ class ExactLoading:
                 trainer.world_size,
                 own_share=form is not Form.EXACT,
             )
+            passes = passes_of(found)
             self._note_order(source_of(loader), trainer)
             self._note_arrival(loader)
             if trainer.world_size > 1:
                 self._note_shares(loader, form, trainer)
             if form is not Form.EXACT and trainer.world_size > 1:
                 self._compare_shares(found, trainer)
-        found.sampler.seeds = seeds
+        passes.seeds = seeds
+        passes.epoch_now = lambda: trainer.current_epoch
         if training:
-            self._add(found)
+            self._add(found, passes)
         return found
 
     def begin(self) -> None:
@@ -144,12 +148,37 @@ class ExactLoading:
         for passes, seeds in zip(self.training, self.seeds, strict=False):
             passes.seeds = seeds
 
+    def cut_again(self, kept: Sequence[dict[str, Any]]) -> None:
+        """Let the training's loaders cut their batches as a checkpoint has it.
+
+        Args:
+            kept: Of each loader, what :meth:`Passes.kept_cut` returned.
+        """
+        for passes, cut in zip(self.training, kept, strict=False):
+            passes.cut_again(cut)
+
     @property
     def samples_per_batch(self) -> int:
-        """Samples per batch of all ranks together, 0 where it is not known."""
+        """Samples per batch of the next pass of all ranks together, 0 where it is not known."""
+        only = self._only_exact_loader()
+        return 0 if only is None else only.global_batch_size
+
+    @property
+    def samples_per_batch_of_pass(self) -> int:
+        """The same of the pass that is read."""
+        only = self._only_exact_loader()
+        return 0 if only is None else only.global_batch_size_of_pass
+
+    def let_go(self) -> None:
+        """The stage is over. Whoever copies what is left copies no Trainer with it."""
+        self.next_batch = None
+        for passes in self.training:
+            passes.epoch_now = None
+
+    def _only_exact_loader(self) -> ExactBatches | None:
         if len(self.training) != 1 or not isinstance(self.training[0], ExactBatches):
-            return 0
-        return self.training[0].global_batch_size
+            return None
+        return self.training[0]
 
     def _expect_loaders_of(self, epoch: int, trainer: Trainer) -> None:
         """Forget the training loaders of an earlier epoch
@@ -210,7 +239,8 @@ class ExactLoading:
         if trainer.training and not _has_known_order(source):
             self.notes.append(
                 f"{type(source).__name__} has neither set_epoch nor state_dict: if it keeps its"
-                " own random state, a resumed run sees another order."
+                " own random state, or is changed elsewhere than in on_train_epoch_start, a"
+                " resumed run sees another order."
             )
 
     def _note_arrival(self, loader: Any) -> None:
@@ -258,12 +288,14 @@ class ExactLoading:
 
     def _compare_shares(self, loader: ExactLoader, trainer: Trainer) -> None:
         """A rank with more batches than another one would wait for it, without a word."""
-        batches = of_all_ranks(len(loader))
+        passes = passes_of(loader)
+        # A loader's own __len__ may be longer than what it has.
+        batches = of_all_ranks(min(len(loader), len(passes)))
         limit: Any = trainer.limit_train_batches
         if trainer.training and isinstance(limit, int):
             batches = [min(each, limit) for each in batches]
-        loader.ranks_agree = len(set(batches)) == 1
-        if loader.ranks_agree:
+        passes.ranks_agree = len(set(batches)) == 1
+        if passes.ranks_agree:
             return
         counts = ", ".join(map(str, batches))
         if trainer.training:
@@ -422,14 +454,14 @@ class ExactLoading:
                 "part."
             )
 
-    def _add(self, loader: Any) -> None:
-        """Take up a loader of this epoch's training."""
-        self.training.append(loader.sampler)
+    def _add(self, loader: Any, passes: Passes) -> None:
+        """Take up a loader of this epoch's training, and what is read of it."""
+        self.training.append(passes)
         self.read_early = self.read_early or sized_len(loader) is None
         if self.read_early:
             self.begin()
-        for passes in self.training:
-            passes.cycles = len(self.training) > 1
+        for each in self.training:
+            each.cycles = len(self.training) > 1
 
 
 def _no_data_on(rank: int) -> UserError:

@@ -1,10 +1,11 @@
 """Where training is in its data: the part of a loader that checkpoints keep."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from lightning.pytorch.utilities.seed import isolate_rng
+from unbroken.loading.samplers import Cut, cut_anew, cut_of
 from unbroken.loading.seeding import Seeds
 
 
@@ -30,13 +31,19 @@ class Passes:
     one is passed through several times in an epoch.
 
     Args:
-        owner: What has a state that checkpoints keep (a sampler, loader or dataset); None where
-            nothing has.
+        loader: As the user gave it. What he changes of it counts when a pass begins.
         seed: For order and random numbers.
     """
 
-    def __init__(self, owner: Any, seed: int) -> None:
-        self.owner = owner
+    def __init__(self, loader: Any, seed: int) -> None:
+        self.loader = loader
+        # How it cut its batches when it was made, in the pass that is read, and in the rest of the
+        # epoch that a checkpoint was saved in. None: the rest is cut as the loader says.
+        self.cut_as_made = cut_of(loader)
+        self.cut_of_pass: Cut | None = None
+        self.cut_of_rest: Cut | None = None
+        # Asked as a pass begins. None: the epoch is that of :meth:`set_epoch`.
+        self.epoch_now: Callable[[], int] | None = None
         # A run may give it others before it is read. A loader that has no exact form uses that of
         # the draws alone: its order is its own.
         self.seeds = Seeds(seed, seed)
@@ -52,13 +59,24 @@ class Passes:
         # The owner's state after so many batches of this epoch.
         self.states: dict[int, Any] = {}
 
-    def set_epoch(self, epoch: int) -> None:
-        """Lightning's hook: the next pass is of this epoch. Another epoch than before starts at its
-        beginning.
+    @property
+    def owner(self) -> Any:
+        """What has a state that checkpoints keep (a sampler, loader or dataset); None where nothing
+        has.
         """
+        raise NotImplementedError
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass is of this epoch. Another epoch than before starts at its beginning."""
         if epoch != self.start.epoch:
             self.start = Start(epoch)
             self.first = 0
+            self.cut_of_rest = None
+
+    def take_epoch(self) -> None:
+        """A pass begins: take over the epoch that the Trainer is in."""
+        if self.epoch_now is not None:
+            self.set_epoch(self.epoch_now())
 
     def start_at(self, start: Start, first: int = 0, state: Any = None) -> None:
         """Start inside an epoch, in the pass that began after ``first`` batches, with the owner's
@@ -97,3 +115,22 @@ class Passes:
             return 0, self.state()
         known = max((number for number in self.states if number <= batches), default=0)
         return known, self.states.get(known)
+
+    def kept_cut(self, epoch_ends: bool) -> dict[str, list[Any] | None]:
+        """How the batches are cut, for a checkpoint. With ``epoch_ends`` training goes on with the
+        next epoch.
+        """
+        of_pass = None if epoch_ends or self.cut_of_pass is None else [*self.cut_of_pass]
+        now = [*cut_of(self.loader)]
+        return {"as_made": [*self.cut_as_made], "of_pass": of_pass, "now": now}
+
+    def cut_again(self, kept: dict[str, list[Any] | None]) -> None:
+        """Cut batches as :meth:`kept_cut` has it, unless the loader was made with another size: the
+        user has typed that one.
+        """
+        if kept["as_made"] != [*self.cut_as_made]:
+            return
+        if kept["now"] is not None:
+            cut_anew(self.loader, Cut(*kept["now"]))
+        if kept["of_pass"] is not None:
+            self.cut_of_rest = Cut(*kept["of_pass"])

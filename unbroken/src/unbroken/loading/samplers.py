@@ -4,7 +4,7 @@ they give.
 
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -29,6 +29,14 @@ NAMES_OF_SHARES = (
 )
 # A list of more samplers than this is a list of something else, such as samples.
 MOST_SAMPLERS_IN_A_LIST = 32
+
+
+class Cut(NamedTuple):
+    """How a loader cuts its sampler's order into batches."""
+
+    # Samples per rank; None where the user or the dataset cuts the batches.
+    batch_size: int | None
+    drop_last: bool
 
 
 def has_state(part: Any) -> bool:
@@ -74,6 +82,21 @@ def cuts_as_torch_does(batch_sampler: Any) -> bool:
         return False
     has_more = has_state(batch_sampler) or isinstance(batch_sampler, contract.OrdersByEpoch)
     return type(batch_sampler).__iter__ is data.BatchSampler.__iter__ and not has_more
+
+
+def cut_of(loader: Any) -> Cut:
+    """How a loader cuts its batches now: ``batch_sampler.batch_size`` may be set at any time."""
+    batch_sampler: Any = getattr(loader, "batch_sampler", None)
+    if not cuts_as_torch_does(batch_sampler):
+        return Cut(None, False)
+    return Cut(batch_sampler.batch_size, batch_sampler.drop_last)
+
+
+def cut_anew(loader: Any, cut: Cut) -> None:
+    """Let a loader cut its batches so from now on, if it cuts them as PyTorch does."""
+    if cut_of(loader) != cut and cut.batch_size is not None:
+        loader.batch_sampler.batch_size = cut.batch_size
+        loader.batch_sampler.drop_last = cut.drop_last
 
 
 def generators_of_order(source: Any) -> list[torch.Generator]:

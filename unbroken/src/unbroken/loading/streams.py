@@ -11,6 +11,7 @@ from torch.utils import data
 from torch.utils.data import DataLoader
 from unbroken.loading.exact_loader import KEPT
 from unbroken.loading.own_generators import generators_in, seed_them
+from unbroken.loading.samplers import cut_of
 from unbroken.loading.seeding import seed_generators
 from unbroken.loading.workers import end_workers_at_exit, prepare_worker
 
@@ -53,10 +54,11 @@ def seeded(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
     touched here.
     """
     end_workers_at_exit()
+    cut = cut_of(loader)
     return DataLoader(
         SeededStream(loader.dataset, seed),
-        batch_size=loader.batch_size,
-        drop_last=loader.drop_last,
+        batch_size=cut.batch_size,
+        drop_last=cut.drop_last,
         collate_fn=loader.collate_fn,
         worker_init_fn=partial(prepare_worker, further=loader.worker_init_fn),
         generator=loader.generator,

@@ -12,12 +12,14 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
 from unbroken import contract
 from unbroken.lightning_internals import iterator_of
+from unbroken.loading.exact_loader import are_the_same, lost_unless_set_again, made_of
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.loading.passes import Passes, Start
-from unbroken.loading.samplers import is_plain
+from unbroken.loading.samplers import cut_of, is_plain
 from unbroken.loading.seeding import seed_generators
 from unbroken.loading.streams import SeededStream, seeded
 from unbroken.loading.workers import iterate
+from unbroken.stopping.ranks import say
 
 # What a loader gives after its last batch.
 END = object()
@@ -42,8 +44,6 @@ class WatchedLoader(Passes):
             and whether there is a further one. Returns whether it is handed out. None: it is.
     """
 
-    _iterator = iterator_of("fetching")
-
     def __init__(
         self,
         loader: Any,
@@ -51,15 +51,14 @@ class WatchedLoader(Passes):
         seed: int,
         goes_on: Callable[[int, bool], bool] | None = None,
     ) -> None:
-        super().__init__(owner, seed)
-        self.loader = loader
+        super().__init__(loader, seed)
+        self._owner = owner
         self.goes_on = goes_on
         # The length of the shortest rank's loader, where the ranks' lengths differ.
         self.shortest: int | None = None
-        has_stream_in_workers = is_plain(loader) and loader.num_workers > 0
-        self.fetching = seeded(loader, seed) if has_stream_in_workers else loader
-        # Where Lightning looks for ``set_epoch``.
-        self.sampler = self
+        self._fetching_is_made_of: list[Any] = []
+        self.fetching: Any = None
+        self._make_fetching()
         # The owner's state before the next pass, where it is known without asking. To ask between
         # ``load_state_dict`` and ``iter`` would make StatefulDataLoader and litdata forget what was
         # loaded.
@@ -73,12 +72,9 @@ class WatchedLoader(Passes):
         # The pass once more from its beginning, as long as it may be begun a second time.
         self._again: Iterator[Any] | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        """For the user's code: what the loader has."""
-        is_ours = name in ("loader", "fetching") or name.startswith("_")
-        if is_ours or name.endswith("state_dict"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
+    @property
+    def owner(self) -> Any:
+        return self._owner
 
     def __len__(self) -> int:
         return len(self.loader) if self.shortest is None else self.shortest
@@ -94,7 +90,19 @@ class WatchedLoader(Passes):
         first, self._again = tee(self._pass())
         return first
 
+    def _make_fetching(self) -> None:
+        """Make what is read, unless it is made of what the loader has now."""
+        loader = self.loader
+        if not is_plain(loader) or not loader.num_workers:
+            self.fetching = loader
+            return
+        made_of_now = [*made_of(loader), *cut_of(loader)]
+        if not are_the_same(self._fetching_is_made_of, made_of_now):
+            self._fetching_is_made_of = made_of_now
+            self.fetching = seeded(loader, self.seeds.draws)
+
     def _pass(self) -> Iterator[Any]:
+        self.take_epoch()
         if self.start.over:
             return
         first = self.first
@@ -161,6 +169,7 @@ class WatchedLoader(Passes):
         return batches, batch
 
     def _iterate(self, first: int) -> Iterator[Any]:
+        self._make_fetching()
         stream = getattr(self.fetching, "dataset", None)
         if isinstance(stream, SeededStream):
             stream.seed = self.seeds.draws
@@ -213,3 +222,50 @@ class WatchedLoader(Passes):
             self.rest = self.states.get(batches)
             return 0, self.rest
         return 0, self.next_state
+
+
+class LiveLoader:
+    """What the user's code finds in the place of a loader that has no exact form.
+
+    It gives the batches as :class:`WatchedLoader` does. All else is read from, and written to, the
+    loader itself. Its state is not offered: checkpoints hold that of a :class:`WatchedLoader`.
+    """
+
+    __slots__ = ("__weakref__", "_passes", "_said")
+
+    _passes: WatchedLoader
+    _iterator = iterator_of("_passes.fetching")
+
+    def __init__(self, passes: WatchedLoader) -> None:
+        object.__setattr__(self, "_passes", passes)
+        # The attributes that were changed, and of which this was said.
+        object.__setattr__(self, "_said", set())
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._passes)
+
+    def __len__(self) -> int:
+        return len(self._passes)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in LiveLoader.__slots__ or name.endswith("state_dict"):
+            raise AttributeError(name)
+        return getattr(self._passes.loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_iterator":
+            # Lightning ends workers so.
+            object.__setattr__(self, name, value)
+            return
+        loader = self._passes.loader
+        setattr(loader, name, value)
+        if name not in self._said:
+            self._said.add(name)
+            say(lost_unless_set_again(name, loader))
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._passes.loader, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is one of the user's own loader."""
+        return self._passes.loader.__reduce_ex__(protocol)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
-from unbroken.parts.loaders import LoaderPositions
+from unbroken.parts.loaders import BatchSizes, LoaderPositions
 from unbroken.parts.loops import EarlyStop, ValidatedBatches, WasValidated
 from unbroken.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
 from unbroken.parts.module import (
@@ -63,6 +63,7 @@ def all_parts(
         was_validated,
         followed,
         positions,
+        BatchSizes(positions),
         buffers,
         Gradients(),
         FrozenParameters(),

@@ -38,6 +38,7 @@ from torchmetrics import Metric
 from unbroken.holding import walk
 from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF_DATA
 from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
+from unbroken.loading import LiveLoader, passes_of
 from unbroken.loading.own_generators import KINDS as GENERATORS
 from unbroken.loading.own_generators import draws_from_a_state
 from unbroken.loading.samplers import samplers_within
@@ -438,10 +439,13 @@ def _read_by(trainer: Trainer) -> set[int]:
             waiting += value.values() if isinstance(value, dict) else value
             continue
         found.add(id(value))
-        for name in ("loader", "dataset", "sampler", "batch_sampler"):
+        if isinstance(value, LiveLoader):
+            loader = passes_of(value).loader
+            found |= {id(each) for each in samplers_within(loader)}
+            waiting.append(loader)
+            continue
+        for name in ("dataset", "sampler", "batch_sampler"):
             part = vars(value).get(name) if hasattr(value, "__dict__") else None
-            if name == "loader" and not type(value).__module__.startswith(NOT_THE_USERS):
-                continue
             if part is not None:
                 found |= {id(each) for each in samplers_within(part)}
                 waiting.append(part)

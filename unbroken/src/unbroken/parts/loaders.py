@@ -1,4 +1,4 @@
-"""Where training is in its loaders."""
+"""Where training is in its loaders, and how they cut their batches."""
 
 from typing import Any
 
@@ -30,3 +30,25 @@ class LoaderPositions(Part):
 
     def give_back(self, trainer: Trainer, value: list[tuple[int, Any]]) -> None:
         """The loaders have been there since the checkpoint was read."""
+
+
+class BatchSizes(Part):
+    """For each loader of the training: the size of its batches and ``drop_last``, as the loader was
+    made, in the pass that is read, and in the next one. ``batch_sampler.batch_size`` may be changed
+    in training.
+
+    They are given back where the hooks of the epoch's start have been called again, before batches
+    are counted (see :class:`unbroken.checkpoint.restoring.Restoring`).
+    """
+
+    name = "batch_sizes"
+
+    def __init__(self, positions: LoaderPositions) -> None:
+        self.positions = positions
+
+    def take(self, trainer: Trainer) -> list[dict[str, Any]]:
+        epoch_is_over = self.positions.epoch_is_over
+        return [each.kept_cut(epoch_is_over) for each in self.positions.loading.training]
+
+    def give_back(self, trainer: Trainer, value: list[dict[str, Any]]) -> None:
+        """The loaders have been told before."""

@@ -20,6 +20,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.nn.parameter import is_lazy
 from unbroken import contract
+from unbroken.loading import ExactLoader, passes_of
 from unbroken.machine.hardware import cpu
 from unbroken.machine.waiting import waiting
 from unbroken.mirror.store import without_password
@@ -156,11 +157,13 @@ def training_samples(trainer: Trainer) -> int | None:
     batches.
     """
     samples = samples_of(trainer.train_dataloader)
-    sampler = getattr(trainer.train_dataloader, "sampler", None)
+    loader = trainer.train_dataloader
     overfits = trainer.overfit_batches  # type: ignore[attr-defined]
-    if overfits and samples and getattr(sampler, "batch_size", None):
-        count = int(trainer.num_training_batches)
-        return min(samples, count * sampler.global_batch_size)  # type: ignore[union-attr]
+    if overfits and samples and isinstance(loader, ExactLoader):
+        passes = passes_of(loader)
+        if passes.cut.batch_size is not None:
+            count = int(trainer.num_training_batches)
+            return min(samples, count * passes.global_batch_size)
     return samples
 
 

@@ -16,7 +16,7 @@ from unbroken.commands.benchmark import timing
 from unbroken.commands.benchmark.loops_by_hand import PerSampleImages, in_memory, normalizer
 from unbroken.commands.benchmark.real_runs import wanted_devices
 from unbroken.errors import require
-from unbroken.loading import ExactLoader
+from unbroken.loading import exact_form
 from unbroken.loading.log_steps import synchronize
 from unbroken.tables import Row
 
@@ -76,7 +76,7 @@ def loaders(
         drop_last=given.drop_last,
         collate_fn=given.collate_fn,
     )
-    exact = partial(ExactLoader, training=True, seed=0)
+    exact = partial(exact_form, training=True, seed=0)
     images = PerSampleImages(data, samples)
     plain = partial(DataLoader, images, options.batch_size, shuffle=True)
     ways: dict[str, DataLoader[Any]] = {"ours": exact(own(pin_memory=is_cuda))}
