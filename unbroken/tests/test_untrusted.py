@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 import zipfile
+import zlib
 from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
@@ -24,21 +25,24 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from numerals.fit import job as fit
 from torch import nn
 from unbroken.cli import start as entry
 from unbroken.cli.moved_names import with_names_of_now
+from unbroken.cli.plain_values import dump_yaml
 from unbroken.cli.program import Program
 from unbroken.cli.read_checkpoint import load
 from unbroken.commands import test as test_command
 from unbroken.commands.export import command as export
 from unbroken.commands.predict import command as predict
 from unbroken.commands.runs import command as runs
+from unbroken.commands.runs.saved_run import WithoutAliases
 from unbroken.errors import UserError, without_control_characters
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO, is_own, read, record
 from unbroken.tasks.by_name import imports_judged_by, named_class
 from unbroken.trust import keys
-from unbroken.trust.archive import NoArchive
+from unbroken.trust.archive import END, ENTRY, LOCAL, NoArchive
 from unbroken.trust.places import is_inside, is_place
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger, is_allowed
@@ -167,6 +171,15 @@ def data(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return forge
 
 
+def nested_classes(depth: int) -> dict[str, Any]:
+    """A class in the arguments of another, and so on. The parser reads each again and again."""
+    found = spec("torch.nn.ReLU")
+    layer = spec("torch.nn.TransformerEncoderLayer", d_model=8, nhead=1)
+    for _ in range(depth):
+        found = spec("torch.nn.TransformerEncoder", encoder_layer=layer, num_layers=1, norm=found)
+    return found
+
+
 class Planted(nn.Module):
     """A class that is imported, and is nobody's: jsonargparse finds it by its last name."""
 
@@ -231,6 +244,10 @@ REFUSED: dict[str, Callable[[dict[str, Any]], None]] = {
     "planted as data": model("network", spec("data.evil.Net")),
     "a script": model("network", spec("cleanup.Path")),
     "a script's class": model("network", spec("cleanup.Net")),
+    "a class section many times": data("transforms", [spec("torch.nn.ReLU")] * 300),
+    "classes in each other": model("network", nested_classes(6)),
+    "many numbers": model("network", spec("numerals.model.networks.MLP", hidden=[1] * 1000)),
+    "many lists": model("optimizer_args", {"x": [[1] * 300] * 6}),
     "a section in disguise": lambda contents: contents["run"]["config"].update(
         {"trainer.logger": [spec("CSVLogger", save_dir="/elsewhere")]}
     ),
@@ -981,6 +998,96 @@ def test_the_key_is_the_users_alone_and_a_home_that_is_read_only_seals_nothing(
     assert keys.seal(["x"]) is None
 
 
+def test_an_ordinary_large_configuration_is_used(tmp_path: Path) -> None:
+    layers = [spec("torch.nn.Linear", in_features=8, out_features=8) for _ in range(20)]
+    arguments = {"network": spec("torch.nn.Sequential", layers=layers), "class_names": ["x"] * 200}
+    given = {"model": spec(CLASSIFIER, **arguments), "data": spec("unbroken.data.SplitDataModule")}
+    assert Stranger(tmp_path, [], {}).settings(given) == given
+
+
+def test_a_list_of_what_was_left_out_holds_names(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    REFUSED["lists"] = lambda contents: contents["run"].update(left_out=[[1], {}])
+    forge(trained, "lists")
+    del REFUSED["lists"]
+    line = error_of(capsys, COMMANDS["test"][0], "--ckpt_path", THEIRS)
+    assert "its entry run.left_out is not what this project writes" in line
+
+
+def test_weights_that_a_new_run_cannot_take_are_an_error_of_one_line(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = checkpoint(trained)
+    weights = contents["state_dict"]
+    for name in weights:
+        if weights[name].dim() == 2:
+            weights[name] = weights[name].to_sparse().coalesce()
+    torch.save(contents, "sparse.ckpt")
+    words = [*FEW, *MLP, *SHORT, "--run_name", "new", "--init_weights", "sparse.ckpt"]
+    assert entry.exit_code(fit.main, words) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        "error: --init_weights sparse.ckpt: its weights do not fit the network"
+    )
+
+
+def test_a_class_that_computes_nothing_is_an_error_of_one_line(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = checkpoint(trained)
+    contents["run"]["seal"] = None
+    contents["state_dict"] = {}
+    contents["run"]["config"]["model"]["init_args"]["network"] = spec("torch.nn.ModuleList")
+    torch.save(contents, "holds.ckpt")
+    assert exit_code_of_test("--ckpt_path", "holds.ckpt") == 2
+    shown = capsys.readouterr().err
+    assert 'Module [ModuleList] is missing the required "forward" function' in shown
+    assert "Traceback" not in shown
+
+
+# Folders of runs
+
+
+def test_a_strangers_folder_of_runs_is_shown_in_a_moment(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+    more = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 8)]
+    merged = [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 9)]
+    configs = {
+        "lists": first + "".join(more),
+        "merged": "a0: &a0 {x: 1}\n" + "".join(merged),
+        "large": "x: [" + "1, " * 200_000 + "1]\n",
+        "ordinary": (trained.parent / "config.yaml").read_text(),
+    }
+    columns = ",".join(f"val/{number}" for number in range(2000))
+    for name, config in configs.items():
+        folder = Path("checkpoints", f"{name}\x1b[2J")
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(config)
+        (folder / "summary.json").write_text('{"epochs": 3}')
+        rows = "".join(f"{step},0{',1' * 2000}\n" for step in (1, 2))
+        (folder / "metrics.csv").write_text(f"step,epoch,{columns}\n{rows}")
+    began = time.monotonic()
+    assert entry.exit_code(COMMANDS["runs"][0], ["--report", "runs.html"]) == 0
+    assert time.monotonic() - began < 60
+    page = Path("runs.html").read_text()
+    assert "\x1b" not in page + capsys.readouterr().out
+    assert page.count("<svg") == 60
+    assert "1,940 further metrics are not drawn" in page
+
+
+def test_our_own_writer_makes_no_aliases() -> None:
+    shared = [1, {"a": [2]}]
+    text = dump_yaml({"x": shared, "y": shared})
+    assert "&" not in text
+    assert yaml.load(text, Loader=WithoutAliases) == {"x": shared, "y": shared}
+    with pytest.raises(yaml.YAMLError):
+        yaml.load("x: &a [1]\ny: *a\n", Loader=WithoutAliases)
+
+
 # Names of older versions
 
 
@@ -1080,6 +1187,44 @@ def test_control_characters_reach_no_terminal(
 
 
 # The reader
+
+
+def pickled_alone_in(path: Path, pickled: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", pickled)
+    return path
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures memory")
+def test_many_values_are_looked_at_without_a_copy_of_them(tmp_path: Path) -> None:
+    count = 4_000_000
+    path = pickled_alone_in(tmp_path / "x.pt", b"\x80\x02](" + b"N" * count + b"e.")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    assert len(read_file(path)) == count
+    # The list, what stood on the stack, and the pickle
+    assert memory("VmHWM") - before < (8 + 8 + 8) * count
+
+
+def test_fields_of_an_archive_are_read_once(tmp_path: Path) -> None:
+    body = b""
+    directory = b""
+    extra = bytes(65_532)
+    for number in range(60):
+        name = f"a/data/{number}".encode() if number else b"a/data.pkl"
+        content = b"" if number else b"\x80\x02N."
+        sizes = (zlib.crc32(content), len(content), len(content), len(name))
+        at = len(body)
+        entry_fields = (20, 20, 0, 0, 0, 0, *sizes, len(extra), 0, 0, 0, 0, at)
+        directory += ENTRY.pack(b"PK\x01\x02", *entry_fields) + name + extra
+        body += LOCAL.pack(b"PK\x03\x04", 20, 0, 0, 0, 0, *sizes, 0) + name + content
+    end = END.pack(b"PK\x05\x06", 0, 0, 60, 60, len(directory), len(body), 0)
+    path = tmp_path / "x.pt"
+    path.write_bytes(body + directory + end)
+    began = time.process_time()
+    assert read_file(path) is None
+    # To copy what is left of them at each field took twenty seconds.
+    assert time.process_time() - began < 5
 
 
 EVERYTHING: dict[str, Any] = {

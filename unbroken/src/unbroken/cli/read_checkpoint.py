@@ -27,7 +27,13 @@ from unbroken.errors import UserError, without_control_characters
 from unbroken.mirror.mirror import Mirror
 from unbroken.run_folder import ROOT, RunFolder, choose, find_checkpoint
 from unbroken.stopping.ranks import decided_by_rank_zero, say
-from unbroken.storage.checkpoint_files import CHOSEN, load_weights, read, record
+from unbroken.storage.checkpoint_files import (
+    CHOSEN,
+    load_weights,
+    misfits_as_errors,
+    read,
+    record,
+)
 from unbroken.tasks.by_name import imports_judged_by
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger
@@ -285,7 +291,8 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
     fitting = {key: value for key, value in given.items() if fits(key, value)}
     if not fitting:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
-    module.load_state_dict(fitting, strict=False)
+    with misfits_as_errors(f"--init_weights {path}"):
+        module.load_state_dict(fitting, strict=False)
     lines = [f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."]
     left = own.keys() - fitting.keys()
     if left:

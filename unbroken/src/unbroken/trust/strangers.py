@@ -42,7 +42,13 @@ OF_THE_MACHINE = ("num_workers", "prefetch_factor", "pin_memory", "persistent_wo
 # More than any configuration holds. The parser takes long over a long text.
 LONGEST_TEXT = 1000
 DEEPEST = 40
-MOST_VALUES = 100_000
+MOST_VALUES = 2_000
+# What the parser does is counted before it does it. It copies a list once for each element, and
+# reads a class three times for each class around it. A class takes as long as 400 values. All steps
+# take about five seconds on a core.
+MOST_STEPS = 150_000
+STEPS_OF_CLASS = 400
+READ_AGAIN = 3
 # Arguments that hold the name of a metric, such as test.loss, which nobody imports
 METRICS = ("monitor",)
 
@@ -139,6 +145,9 @@ class Stranger:
     renamed: Callable[[dict[str, Any]], dict[str, Any]] = dict
     left_out: dict[str, Any] = field(default_factory=dict)
     _count: int = 0
+    _steps: int = 0
+    # How many classes are around what is read
+    _level: int = 0
     # The first part of a name → whether there is such a module. To look for one takes long.
     _roots: dict[str, bool] = field(default_factory=dict)
 
@@ -195,8 +204,7 @@ class Stranger:
 
     def _value(self, place: str, name: str, value: Any, depth: int) -> Any:
         self._count += 1
-        if depth > DEEPEST or self._count > MOST_VALUES:
-            raise UserError(f"--ckpt_path {self.path}: its configuration is too large or too deep.")
+        self._refuse_much(depth)
         if value is None or type(value) in (bool, int, float):
             return value
         if type(value) is str:
@@ -206,12 +214,27 @@ class Stranger:
                 return self._class(place, {"class_path": value}, depth)
             return value
         if type(value) is list:
-            return [self._value(place, name, item, depth + 1) for item in value]
+            before = self._count
+            values = [self._value(place, name, item, depth + 1) for item in value]
+            self._steps += len(values) * (self._count - before)
+            self._refuse_much(depth)
+            return values
         if type(value) is not dict:
             self._refuse(place, f"is a {type(value).__name__}, which is no plain value")
         if OF_A_CLASS & value.keys():
             return self._class(place, value, depth)
-        return self._entries(place, value, depth)
+        before = self._count
+        entries = self._entries(place, value, depth)
+        self._steps += len(entries) * (self._count - before)
+        self._refuse_much(depth)
+        return entries
+
+    def _refuse_much(self, depth: int) -> None:
+        if depth > DEEPEST or self._count > MOST_VALUES or self._steps > MOST_STEPS:
+            raise UserError(
+                f"--ckpt_path {self.path}: its configuration is too large or too deep. To use it,"
+                " add --trust_checkpoint true if you trust who made the file."
+            )
 
     def _entries(self, place: str, values: dict[Any, Any], depth: int) -> dict[str, Any]:
         """The entries of a mapping, less those that are typed, and those that are places."""
@@ -247,11 +270,15 @@ class Stranger:
         elif str(typed).rpartition(".")[2] != name.rpartition(".")[2]:
             # The arguments are those of another class.
             return {"class_path": str(typed)}
+        self._steps += STEPS_OF_CLASS * READ_AGAIN**self._level
+        self._refuse_much(depth)
+        self._level += 1
         made: dict[str, Any] = {"class_path": name if typed is None else str(typed)}
         for key in ("init_args", "dict_kwargs"):
             arguments = value.get(key)
             if arguments is not None:
                 made[key] = self._entries(place, arguments, depth)
+        self._level -= 1
         arguments = made.setdefault("init_args", {})
         if place == "data":
             made["init_args"] = {k: v for k, v in arguments.items() if k not in OF_THE_MACHINE}
