@@ -184,9 +184,9 @@ class Stranger:
             return
         if isinstance(parsed, list | tuple):
             # What is typed with ``+=`` stands behind.
-            values = given if isinstance(given, list) else [given] * len(parsed)
-            for value, made in zip(values, parsed, strict=False):
-                self.judge(place, value, made)
+            elements = given if isinstance(given, list) else [given] * len(parsed)
+            for element, made in zip(elements, parsed, strict=False):
+                self.judge(place, element, made)
             return
         if not isinstance(parsed, dict | Namespace):
             return

@@ -40,6 +40,8 @@ FREE_BYTES = 64 * 2**20
 # that stands in several places is written once.
 FREE_STEPS = 2**20
 MOST_STEPS_PER_BYTE = 3
+# No value of a file is this object.
+END = object()
 # What a value takes, in bytes
 NUMBER = 36
 REFERENCE = 8
@@ -439,8 +441,8 @@ def refuse_what_is_no_data(contents: Any, most_steps: int) -> None:
     # The containers that are open, one in the other. They are not copied: a file may be large.
     waiting: list[Iterator[Any]] = [iter([contents])]
     while waiting:
-        value = next(waiting[-1], waiting)
-        if value is waiting:
+        value: Any = next(waiting[-1], END)
+        if value is END:
             waiting.pop()
             continue
         kind = type(value)
