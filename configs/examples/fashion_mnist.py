@@ -15,7 +15,7 @@ class FashionMNIST(BatchedDataModule):
     """
 
     files = IdxSet("FashionMNIST/raw")  # no checksums to compare with
-    may_download = True  # the library says no where a checkpoint alone names the root
+    may_download = True  # the library says no where a stranger's checkpoint asks for the data
     mean = [0.2860]
     std = [0.3530]
     class_names = [

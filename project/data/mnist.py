@@ -78,7 +78,7 @@ class MNISTDataModule(LightningDataModule):
     image_shape = (1, 28, 28)
     class_names = [str(digit) for digit in range(10)]
     label_name = "digit"  # the column of predict
-    may_download = True  # the library says no where a checkpoint alone names the root
+    may_download = True  # the library says no where a stranger's checkpoint asks for the data
     # Lightning's name: a rank may have no sample of a tiny set.
     allow_zero_length_dataloader_with_multiple_devices = True
 
@@ -136,11 +136,11 @@ class MNISTDataModule(LightningDataModule):
         """Download the full set if it is wanted and missing (once per machine)."""
         if self.data_source == "sample" or not self.files.missing(self.root):
             return
-        if self.may_download or self.root == DEFAULT_ROOT:
+        if self.may_download:
             problem = self.files.download(self.root, self.fetch)
         else:
             there = f"type --data.root {self.root} to download there"
-            problem = f", and a checkpoint alone names it: {there}"
+            problem = f", and a stranger's checkpoint downloads nothing: {there}"
         if problem:
             self.use_bundled_digits(problem)
 

@@ -12,7 +12,10 @@ import struct
 import sys
 import threading
 import time
+import warnings
 import zipfile
+import zlib
+from argparse import Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,20 +25,24 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from numerals.fit import job as fit
 from torch import nn
 from unbroken.cli import start as entry
 from unbroken.cli.moved_names import with_names_of_now
+from unbroken.cli.plain_values import dump_yaml
 from unbroken.cli.program import Program
 from unbroken.cli.read_checkpoint import load
 from unbroken.commands import test as test_command
 from unbroken.commands.export import command as export
 from unbroken.commands.predict import command as predict
 from unbroken.commands.runs import command as runs
+from unbroken.commands.runs.saved_run import WithoutAliases
 from unbroken.errors import UserError, without_control_characters
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO, is_own, read, record
+from unbroken.tasks.by_name import imports_judged_by, named_class
 from unbroken.trust import keys
-from unbroken.trust.archive import NoArchive
+from unbroken.trust.archive import END, ENTRY, LOCAL, NoArchive
 from unbroken.trust.places import is_inside, is_place
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger, is_allowed
@@ -164,6 +171,23 @@ def data(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return forge
 
 
+def nested_classes(depth: int) -> dict[str, Any]:
+    """A class in the arguments of another, and so on. The parser reads each again and again."""
+    found = spec("torch.nn.ReLU")
+    layer = spec("torch.nn.TransformerEncoderLayer", d_model=8, nhead=1)
+    for _ in range(depth):
+        found = spec("torch.nn.TransformerEncoder", encoder_layer=layer, num_layers=1, norm=found)
+    return found
+
+
+class Planted(nn.Module):
+    """A class that is imported, and is nobody's: jsonargparse finds it by its last name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        Path(CANARY).touch()
+
+
 COMMAND = {"args": f"touch {CANARY}", "shell": True}
 POPEN = spec("subprocess.Popen", **COMMAND)
 # What once ran something, wrote, fetched or took memory. All is refused by test, predict, export.
@@ -194,6 +218,23 @@ REFUSED: dict[str, Callable[[dict[str, Any]], None]] = {
     "a loss as text": model("loss", "unittest.__main__.json"),
     "arguments alone": model("network", {"init_args": COMMAND}),
     "a list of arguments": model("network", {"class_path": "torch.nn.Linear", "init_args": [1]}),
+    "no arguments": model("network", {}),
+    "a list of arguments of the module": lambda contents: contents["run"]["config"]["model"].update(
+        init_args=[1, 2]
+    ),
+    "arguments as text": lambda contents: contents["run"]["config"]["model"].update(init_args="x"),
+    "a document": model(
+        "optimizer_args", {"x": '--- {"class_path":"checkpoints.theirs.evil.Net"}'}
+    ),
+    "a short name": model("network", "Planted"),
+    "a short name in a list": data("transforms", ["Planted"]),
+    "planted in a folder with a hyphen": lambda contents: contents["run"]["config"].update(
+        model=spec(
+            "unbroken.tasks.SupervisedModule",
+            network=spec("torch.nn.Flatten"),
+            loss="checkpoints.run-1.evil.Net",
+        )
+    ),
     "a data module": lambda contents: contents["run"]["config"].update(data=POPEN),
     "our own command line": model("network", spec("unbroken.cli.typed.CommandLine")),
     "our own main job": model("network", spec("numerals.fit.main")),
@@ -203,6 +244,10 @@ REFUSED: dict[str, Callable[[dict[str, Any]], None]] = {
     "planted as data": model("network", spec("data.evil.Net")),
     "a script": model("network", spec("cleanup.Path")),
     "a script's class": model("network", spec("cleanup.Net")),
+    "a class section many times": data("transforms", [spec("torch.nn.ReLU")] * 300),
+    "classes in each other": model("network", nested_classes(6)),
+    "many numbers": model("network", spec("numerals.model.networks.MLP", hidden=[1] * 1000)),
+    "many lists": model("optimizer_args", {"x": [[1] * 300] * 6}),
     "a section in disguise": lambda contents: contents["run"]["config"].update(
         {"trainer.logger": [spec("CSVLogger", save_dir="/elsewhere")]}
     ),
@@ -408,7 +453,9 @@ def forge(trained: Path, kind: str, path: str = THEIRS, port: int = 0) -> None:
     for name in ("config.yaml", "run-id.txt"):
         shutil.copy(trained.parent / name, Path(path).parent)
     evil = f"open({CANARY!r}, 'w')\nimport torch\nclass Net(torch.nn.Identity): ...\n"
-    (Path(path).parent / "evil.py").write_text(evil)
+    for folder in (Path(path).parent, Path(path).parents[1] / "run-1"):
+        folder.mkdir(exist_ok=True)
+        (folder / "evil.py").write_text(evil)
     contents = checkpoint(trained)
     contents["run"]["seal"] = None
     if kind in REWRITTEN:
@@ -554,6 +601,156 @@ def test_each_class_of_a_stranger_is_refused_before_it_is_imported(
     assert "theirs_9" not in sys.modules
 
 
+# Texts: the parser reads YAML, and takes some texts for names
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *('--- {"class_path":"a.B"}', '---\r{"a":"b"}', "--- a.B", "a.B\n---", "...\n{a: b}"),
+        *(
+            '\ufeff{"class_path":"a.B"}',
+            '#\r{"class_path":"a.B"}',
+            '#\x85{"a":"b"}',
+            '#\u2028{"a":"b"}',
+        ),
+        *('{"a":"b"}', "{a: b}", '[{"a":"b"}]', "- a", "a b: c", "? a", "a b:\n  c", '\t{"a":"b"}'),
+        *("!!python/name:os.system", "!!binary aGk=", "!!map {a: b}", "! a.B", "!<tag:x> a.B"),
+        *("&a a.B", "*a", '% YAML 1.1\n--- {"a":"b"}', "%\n--- !y a", "|\n a.B"),
+        *('"a.B"', "'a.B'", " a.B", "a.B ", "a.B #", "a.B\n", "\x01a.B"),
+    ],
+)
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda text: {"network": text},
+        lambda text: {"optimizer_args": {"x": [[text]]}},
+        lambda text: {"optimizer_args": {text: 1}},
+        lambda text: {"network": {"class_path": text}},
+    ],
+    ids=["value", "in lists", "key", "class"],
+)
+def test_a_text_that_the_parser_reads_as_more_than_this_text_is_refused(
+    place: Callable[[str], dict[str, Any]], text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="in its configuration "):
+        Stranger(tmp_path, [], {}).settings({"model": spec(CLASSIFIER, **place(text))})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "AdamW",
+        "val/loss",
+        "1e5",
+        "0.5",
+        "true",
+        "null",
+        "",
+        " ",
+        "a, b",
+        "#ff0000",
+        "é 数",
+        "a.b",
+    ],
+)
+def test_an_ordinary_text_is_used_as_it_is(text: str, tmp_path: Path) -> None:
+    given = {"model": spec(CLASSIFIER, optimizer_args={"x": text})}
+    assert Stranger(tmp_path, [], {}).settings(given) == given
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("test.support.X", "checkpoints.run-1.evil.Net", "checkpoints..evil.Net", "torch.nn."),
+        *(
+            "torch.nn.Linear.",
+            "torch.nn.linear.Linear",
+            "Torch.nn.Linear",
+            "torch.nn.Linear.forward",
+        ),
+        *("torch.nn.modules.linear.Linear.x", "torch.nn.Linear()", "os.system", "this.x"),
+    ],
+)
+def test_a_text_that_could_be_imported_is_a_class_that_is_allowed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Path("checkpoints").mkdir()
+    Path("Torch").mkdir()
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    for place in ("network", "loss", "optimizer"):
+        with pytest.raises(UserError, match=f"names {re.escape(name)}, which is no class of yours"):
+            Stranger(tmp_path, [], {}).settings({"model": spec(CLASSIFIER, **{place: name})})
+    allowed = {"model": spec(CLASSIFIER, loss="torch.nn.modules.linear.Linear")}
+    assert Stranger(tmp_path, [], {}).settings(allowed) == allowed
+
+
+def test_the_name_of_a_metric_is_no_module(tmp_path: Path) -> None:
+    given = {"model": spec(CLASSIFIER, schedule_args={"monitor": "test.loss"})}
+    assert Stranger(tmp_path, [], {}).settings(given) == given
+
+
+def test_the_place_where_text_becomes_a_class_asks_before_it_imports(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = Path("checkpoints/run-1")
+    folder.mkdir(parents=True)
+    (folder / "evil.py").write_text(f"open({CANARY!r}, 'w')\n")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    stranger = Stranger(Path("x"), [], {"model.optimizer": "checkpoints.mine.Loss"})
+    with imports_judged_by(stranger.allows):
+        for name in ("checkpoints.run-1.evil.Net", "os.system", "torch.nn.functional.relu"):
+            with pytest.raises(UserError, match="was not imported"):
+                named_class("--model.loss", name, nn, nn.Module)
+        for name in ("L1Loss", "torch.nn.L1Loss", "torch.nn.modules.loss.L1Loss"):
+            assert named_class("--model.loss", name, nn, nn.Module) is nn.L1Loss
+        with pytest.raises(UserError, match=r"No module named 'checkpoints\.mine'"):
+            named_class("--model.loss", "checkpoints.mine.Loss", nn, nn.Module)
+    assert not Path(CANARY).exists()
+
+
+class Section(Namespace):
+    """A class and its arguments, as the parser has made them."""
+
+
+def made(class_path: str, **arguments: Any) -> Namespace:
+    return Section(class_path=class_path, init_args=Section(**arguments))
+
+
+@pytest.mark.parametrize(
+    ("given", "parsed"),
+    [
+        ("Net", made("a.Net")),
+        ({}, made("torch.nn.Linear")),
+        ({"x": 1}, made("torch.nn.Linear", x=1)),
+        (["Net"], [made("a.Net")]),
+        (["Linear", ["Net"]], [made("torch.nn.Linear"), (made("a.Net"),)]),
+        ("Net", [made("a.Net")]),
+        ({"0x1": "Net"}, {1: made("a.Net")}),
+        ({"x": "Net"}, Section(x=made("a.Net"))),
+        (spec("torch.nn.Linear", x="Net"), made("torch.nn.Linear", x=made("a.Net"))),
+        ("Net", {"class_path": "a.Net"}),
+    ],
+)
+def test_a_class_that_the_parser_makes_of_a_strangers_value_is_judged(
+    given: Any, parsed: Any, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=r"names a\.Net|is no class with arguments"):
+        Stranger(tmp_path, [], {}).judge("model", given, parsed)
+
+
+def test_a_class_that_a_stranger_does_not_name_is_the_users(tmp_path: Path) -> None:
+    typed = {"model.network.class_path": "a.Net", "data": "a.Data"}
+    stranger = Stranger(tmp_path, [], typed)
+    network = made("a.Net", inner=made("a.Default"))
+    given = {"class_path": "a.Net"}
+    stranger.judge("model.network", given, network)
+    parsed = made("torch.nn.Linear", network=network, loss=made("a.Default"))
+    stranger.judge("model", spec("torch.nn.Linear", network=given), parsed)
+    stranger.judge("data", {}, made("a.Data"))
+    stranger.judge("more", ["Linear"], [made("torch.nn.Linear"), made("a.Added")])
+
+
 # What is allowed, by rule
 
 
@@ -601,6 +798,43 @@ def test_a_factory_of_networks_fetches_no_weights(tmp_path: Path) -> None:
     network = used["model"]["init_args"]["network"]["init_args"]
     assert network == {"weights": None, "weights_backbone": None, "num_classes": 3}
     assert used.keys() == {"model"}
+    # Its name alone, wherever it stands
+    nothing = spec(detector, weights=None, weights_backbone=None)
+    layers = {"class_path": "torch.nn.Sequential", "dict_kwargs": {"args": [detector]}}
+    for network, expected in (
+        (detector, nothing),
+        (layers, {**layers, "dict_kwargs": {"args": [nothing]}, "init_args": {}}),
+    ):
+        used = Stranger(tmp_path, [], {}).settings({"model": spec(CLASSIFIER, network=network)})
+        assert used["model"]["init_args"]["network"] == expected
+
+
+@pytest.mark.parametrize(
+    ("typed", "may"),
+    [
+        ([], False),
+        (["--data.test_samples", "20"], False),
+        (["--data.source", "mnist"], True),
+        (["--data.root", "data"], True),
+    ],
+)
+def test_a_strangers_file_downloads_data_only_for_who_types_where_they_are(
+    typed: list[str], may: bool, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from numerals.data import MNISTDataModule
+
+    asked: list[str] = []
+    monkeypatch.setattr(MNISTDataModule, "_download", lambda module: asked.append(module.root))
+    REFUSED["auto"] = data("source", "auto")
+    forge(trained, "auto")
+    del REFUSED["auto"]
+    words = ["--ckpt_path", THEIRS, *typed]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        code = exit_code_of_test(*words)
+    assert asked == (["data"] if may else [])
+    # Nothing was downloaded. The bundled digits are used, unless more was asked for.
+    assert code == (2 if "mnist" in typed else 0)
 
 
 def test_what_is_typed_takes_the_place_of_what_a_stranger_says(tmp_path: Path) -> None:
@@ -764,6 +998,96 @@ def test_the_key_is_the_users_alone_and_a_home_that_is_read_only_seals_nothing(
     assert keys.seal(["x"]) is None
 
 
+def test_an_ordinary_large_configuration_is_used(tmp_path: Path) -> None:
+    layers = [spec("torch.nn.Linear", in_features=8, out_features=8) for _ in range(20)]
+    arguments = {"network": spec("torch.nn.Sequential", layers=layers), "class_names": ["x"] * 200}
+    given = {"model": spec(CLASSIFIER, **arguments), "data": spec("unbroken.data.SplitDataModule")}
+    assert Stranger(tmp_path, [], {}).settings(given) == given
+
+
+def test_a_list_of_what_was_left_out_holds_names(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    REFUSED["lists"] = lambda contents: contents["run"].update(left_out=[[1], {}])
+    forge(trained, "lists")
+    del REFUSED["lists"]
+    line = error_of(capsys, COMMANDS["test"][0], "--ckpt_path", THEIRS)
+    assert "its entry run.left_out is not what this project writes" in line
+
+
+def test_weights_that_a_new_run_cannot_take_are_an_error_of_one_line(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = checkpoint(trained)
+    weights = contents["state_dict"]
+    for name in weights:
+        if weights[name].dim() == 2:
+            weights[name] = weights[name].to_sparse().coalesce()
+    torch.save(contents, "sparse.ckpt")
+    words = [*FEW, *MLP, *SHORT, "--run_name", "new", "--init_weights", "sparse.ckpt"]
+    assert entry.exit_code(fit.main, words) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith(
+        "error: --init_weights sparse.ckpt: its weights do not fit the network"
+    )
+
+
+def test_a_class_that_computes_nothing_is_an_error_of_one_line(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = checkpoint(trained)
+    contents["run"]["seal"] = None
+    contents["state_dict"] = {}
+    contents["run"]["config"]["model"]["init_args"]["network"] = spec("torch.nn.ModuleList")
+    torch.save(contents, "holds.ckpt")
+    assert exit_code_of_test("--ckpt_path", "holds.ckpt") == 2
+    shown = capsys.readouterr().err
+    assert 'Module [ModuleList] is missing the required "forward" function' in shown
+    assert "Traceback" not in shown
+
+
+# Folders of runs
+
+
+def test_a_strangers_folder_of_runs_is_shown_in_a_moment(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+    more = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 8)]
+    merged = [f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 9)]
+    configs = {
+        "lists": first + "".join(more),
+        "merged": "a0: &a0 {x: 1}\n" + "".join(merged),
+        "large": "x: [" + "1, " * 200_000 + "1]\n",
+        "ordinary": (trained.parent / "config.yaml").read_text(),
+    }
+    columns = ",".join(f"val/{number}" for number in range(2000))
+    for name, config in configs.items():
+        folder = Path("checkpoints", f"{name}\x1b[2J")
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").write_text(config)
+        (folder / "summary.json").write_text('{"epochs": 3}')
+        rows = "".join(f"{step},0{',1' * 2000}\n" for step in (1, 2))
+        (folder / "metrics.csv").write_text(f"step,epoch,{columns}\n{rows}")
+    began = time.monotonic()
+    assert entry.exit_code(COMMANDS["runs"][0], ["--report", "runs.html"]) == 0
+    assert time.monotonic() - began < 60
+    page = Path("runs.html").read_text()
+    assert "\x1b" not in page + capsys.readouterr().out
+    assert page.count("<svg") == 60
+    assert "1,940 further metrics are not drawn" in page
+
+
+def test_our_own_writer_makes_no_aliases() -> None:
+    shared = [1, {"a": [2]}]
+    text = dump_yaml({"x": shared, "y": shared})
+    assert "&" not in text
+    assert yaml.load(text, Loader=WithoutAliases) == {"x": shared, "y": shared}
+    with pytest.raises(yaml.YAMLError):
+        yaml.load("x: &a [1]\ny: *a\n", Loader=WithoutAliases)
+
+
 # Names of older versions
 
 
@@ -863,6 +1187,44 @@ def test_control_characters_reach_no_terminal(
 
 
 # The reader
+
+
+def pickled_alone_in(path: Path, pickled: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", pickled)
+    return path
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures memory")
+def test_many_values_are_looked_at_without_a_copy_of_them(tmp_path: Path) -> None:
+    count = 4_000_000
+    path = pickled_alone_in(tmp_path / "x.pt", b"\x80\x02](" + b"N" * count + b"e.")
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    assert len(read_file(path)) == count
+    # The list, what stood on the stack, and the pickle
+    assert memory("VmHWM") - before < (8 + 8 + 8) * count
+
+
+def test_fields_of_an_archive_are_read_once(tmp_path: Path) -> None:
+    body = b""
+    directory = b""
+    extra = bytes(65_532)
+    for number in range(60):
+        name = f"a/data/{number}".encode() if number else b"a/data.pkl"
+        content = b"" if number else b"\x80\x02N."
+        sizes = (zlib.crc32(content), len(content), len(content), len(name))
+        at = len(body)
+        entry_fields = (20, 20, 0, 0, 0, 0, *sizes, len(extra), 0, 0, 0, 0, at)
+        directory += ENTRY.pack(b"PK\x01\x02", *entry_fields) + name + extra
+        body += LOCAL.pack(b"PK\x03\x04", 20, 0, 0, 0, 0, *sizes, 0) + name + content
+    end = END.pack(b"PK\x05\x06", 0, 0, 60, 60, len(directory), len(body), 0)
+    path = tmp_path / "x.pt"
+    path.write_bytes(body + directory + end)
+    began = time.process_time()
+    assert read_file(path) is None
+    # To copy what is left of them at each field took twenty seconds.
+    assert time.process_time() - began < 5
 
 
 EVERYTHING: dict[str, Any] = {

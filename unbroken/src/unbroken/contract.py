@@ -164,7 +164,9 @@ class StaysWithSource(Protocol, metaclass=AsksByName):
 
 @runtime_checkable
 class MayDownload(Protocol, metaclass=AsksByName):
-    """A data module that fetches files. What a checkpoint alone names is not downloaded into."""
+    """A data module that fetches files. Where a stranger's checkpoint is used, it may not, unless
+    the user types where the data are.
+    """
 
     may_download: bool
 

@@ -43,6 +43,7 @@ from unbroken.errors import UserError, require
 from unbroken.lightning_internals import values_are_no_files
 from unbroken.run_folder import RUN_FOLDER
 from unbroken.tables import flat
+from unbroken.trust.strangers import Stranger
 
 HERE = Path(__file__).parent
 MOST_USED = HERE / "most_used.txt"
@@ -92,6 +93,7 @@ class CLI(LightningCLI):
         line: The command line.
         base: The configuration of a run that is resumed, or of a checkpoint that is used.
         chosen: What a run that is resumed chose by itself.
+        stranger: Who has written ``base``, if it is not the user.
     """
 
     def __init__(
@@ -101,12 +103,14 @@ class CLI(LightningCLI):
         line: CommandLine,
         base: dict[str, Any] | None = None,
         chosen: Chosen | None = None,
+        stranger: Stranger | None = None,
     ) -> None:
         self.program = program
         self.command = command
         self.line = line
         self.base = base
         self.chosen = chosen or Chosen()
+        self.stranger = stranger
         # What the user is told of a choice that was made for him.
         self.notes: list[str] = []
         defaults = dict(TRAINER_DEFAULTS)
@@ -174,6 +178,8 @@ class CLI(LightningCLI):
                         config[name] = without_mark(value)
                 for part in ("model", "data"):
                     refuse_nulls(f"--{part}", config.get(part))
+                    if self.stranger is not None and self.base is not None:
+                        self.stranger.judge(part, self.base.get(part), config.get(part))
                 self.config = config
                 self._choose_precision()
             except UserError as error:
@@ -300,17 +306,20 @@ def configure(
     argv: list[str],
     base: dict[str, Any] | None = None,
     chosen: Chosen | None = None,
+    stranger: Stranger | None = None,
 ) -> Configuration:
     """What a command line means, or a UserError. For the arguments see :class:`CLI`."""
-    cli = CLI(program, command, CommandLine(argv, program.networks), base, chosen)
+    line = CommandLine(argv, program.networks)
+    cli = CLI(program, command, line, base, chosen, stranger)
     make = partial(
         cli.parser.instantiate, Namespace(model=cli.config.model), instantiate_groups=False
     )
     made = cli.config_init
     data = made.get("data")
-    # No download into a folder that a checkpoint alone names.
-    if base is not None and isinstance(data, contract.MayDownload):
-        data.may_download = cli.line.value("data.root") is not None
+    if stranger is not None and isinstance(data, contract.MayDownload):
+        # Opening a stranger's file fetches nothing. Who types where the data are asks for them.
+        typed = [line.value("data.root"), line.value("data.source")]
+        data.may_download = typed != [None, None]
     resolved = plain(cli)
     reread = partial(_differs_when_read_again, cli, resolved)
     config = Configuration(

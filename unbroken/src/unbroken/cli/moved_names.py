@@ -20,15 +20,24 @@ def with_names_of_now(config: Any, moved: Mapping[str, str | dict[str, Any]]) ->
         return [with_names_of_now(item, moved) for item in config]
     if not isinstance(config, dict):
         return config
-    new = {key: with_names_of_now(value, moved) for key, value in config.items()}
-    name = new.get("class_path")
+    return section_of_now(
+        {key: with_names_of_now(value, moved) for key, value in config.items()}, moved
+    )
+
+
+def section_of_now(
+    section: dict[str, Any], moved: Mapping[str, str | dict[str, Any]]
+) -> dict[str, Any]:
+    """As :func:`with_names_of_now`, for one class and its arguments. What lies in these stays."""
+    name = section.get("class_path")
     entry = _entry(name, moved) if isinstance(name, str) else None
-    if entry is None or _still_takes(str(name), new.get("init_args")):
-        return new
+    if entry is None or _still_takes(str(name), section.get("init_args")):
+        return section
     if isinstance(entry, str):
-        return new | {"class_path": entry}
-    given = {key: value for key, value in (new.get("init_args") or {}).items() if value is not None}
-    return new | {"class_path": entry["class_path"], "init_args": entry["init_args"] | given}
+        return section | {"class_path": entry}
+    arguments = section.get("init_args") or {}
+    given = {key: value for key, value in arguments.items() if value is not None}
+    return section | {"class_path": entry["class_path"], "init_args": entry["init_args"] | given}
 
 
 def _entry(name: str, moved: Mapping[str, str | dict[str, Any]]) -> str | dict[str, Any] | None:

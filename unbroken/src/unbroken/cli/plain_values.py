@@ -24,7 +24,12 @@ MARK = "\x01"
 
 
 class PlainDumper(yaml.SafeDumper):
-    """Writes YAML that jsonargparse and PyYAML read as the same values."""
+    """Writes YAML that jsonargparse and PyYAML read as the same values, without aliases: the reader
+    of runs takes none.
+    """
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
 def _represent_enum(dumper: yaml.SafeDumper, value: LightningEnum) -> yaml.ScalarNode:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,21 @@ from unbroken import contract
 from unbroken.chosen import Chosen
 from unbroken.cli.cli import Configuration, configure, differences
 from unbroken.cli.defaults import CLASS_PATH
-from unbroken.cli.moved_names import with_names_of_now
+from unbroken.cli.moved_names import section_of_now, with_names_of_now
 from unbroken.cli.program import Program
 from unbroken.cli.typed import CommandLine
 from unbroken.errors import UserError, without_control_characters
 from unbroken.mirror.mirror import Mirror
 from unbroken.run_folder import ROOT, RunFolder, choose, find_checkpoint
 from unbroken.stopping.ranks import decided_by_rank_zero, say
-from unbroken.storage.checkpoint_files import CHOSEN, load_weights, read, record
+from unbroken.storage.checkpoint_files import (
+    CHOSEN,
+    load_weights,
+    misfits_as_errors,
+    read,
+    record,
+)
+from unbroken.tasks.by_name import imports_judged_by
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger
 
@@ -162,21 +170,26 @@ def load(
     run = record(path)
     line = CommandLine(arguments, program.networks)
     own = run["is_own"] or is_trusted(line)
-    saved = with_names_of_now(run.pop("config"), program.moved)
-    # These are flags of another machine. A test that needs gradients needs them on any.
-    trainer = saved.pop("trainer", None) or {}
-    unknown = leave_out_what_is_no_longer_taken(program, saved)
+    saved = run.pop("config")
+    stranger = None
+    if own:
+        base = with_names_of_now(saved, program.moved)
+        # These are flags of another machine. A test that needs gradients needs them on any.
+        trainer = base.pop("trainer", None) or {}
+        if trainer.get("inference_mode") is False:
+            base["trainer"] = {"inference_mode": False}
+    else:
+        packages = (program.package, *program.own_code)
+        now = partial(section_of_now, moved=program.moved)
+        stranger = Stranger(path, packages, line.given, now)
+        base = stranger.settings(saved)
+    unknown = leave_out_what_is_no_longer_taken(program, base)
     if unknown:
         say(f"{path}: {unknown}.")
-    base = saved
-    if not own:
-        packages = (program.package, *program.own_code)
-        base = Stranger(path, packages, line.given).settings(saved)
-    if own and trainer.get("inference_mode") is False:
-        base["trainer"] = {"inference_mode": False}
     leave_out_compiling_and_downloads(base)
-    with contextlib.nullcontext() if own else bounded_by(path, len(read(path)["state_dict"])):
-        config = configure(program, "test", arguments, base)
+    before = base if stranger is None else base | stranger.left_out
+    with contextlib.nullcontext() if stranger is None else used_of(stranger):
+        config = configure(program, "test", arguments, base, stranger=stranger)
         # Lightning loads only what is the user's.
         again = again and own
         fits = load_weights(config.module, path, late=True, again=again, own=own)
@@ -184,9 +197,17 @@ def load(
         config.datamodule.describe(run.pop("data", {}))
     if not fits and not again:
         _set_up_and_load(config, path, own)
-    differing = without_control_characters(differences(saved, config.resolved))
+    differing = without_control_characters(differences(before, config.resolved))
     changes = [line for line in differing if line.startswith(("model", "data"))]
     return Loaded(config.module.eval(), config.datamodule, config, run, path, own, changes)
+
+
+@contextlib.contextmanager
+def used_of(stranger: Stranger) -> Iterator[None]:
+    """Inside, what a stranger's configuration makes is bounded, and so is what it imports."""
+    tensors = len(read(stranger.path)["state_dict"])
+    with bounded_by(stranger.path, tensors), imports_judged_by(stranger.allows):
+        yield
 
 
 def leave_out_what_is_no_longer_taken(program: Program, base: dict[str, Any]) -> str:
@@ -270,7 +291,8 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
     fitting = {key: value for key, value in given.items() if fits(key, value)}
     if not fitting:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
-    module.load_state_dict(fitting, strict=False)
+    with misfits_as_errors(f"--init_weights {path}"):
+        module.load_state_dict(fitting, strict=False)
     lines = [f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."]
     left = own.keys() - fitting.keys()
     if left:

@@ -111,6 +111,13 @@ TABLE = (
         kinds=REFUSED,
         text="restored a checkpoint with current_epoch",
     ),
+    # A class of torch.nn that only holds others, such as ModuleList
+    Refusal(
+        "the network cannot be used: {text}.",
+        raised_in=("torch.nn.modules.module",),
+        kinds=(NotImplementedError,),
+        text='is missing the required "forward" function',
+    ),
     # For a prediction Lightning makes each loader anew, and passes a batch size twice.
     Refusal(
         "Lightning cannot predict with a loader whose arguments have no names: write them, as in"

@@ -21,8 +21,8 @@ all batches after it, and a batch that is another one alone makes other weights.
 Measured with batches of 128 pictures and three epochs of 70 steps, on two cores with much other
 work: all of it took 0.5 % of the training of an MLP of 235,146 parameters (0.3 to 0.6 %, n = 7),
 and 0.3 % of that of the default network (0.2 to 0.4 %, n = 5). With every batch it took 1.0 and
-2.2 % of the MLP's (n = 2). In turn with runs without it, the median processor time of a whole run of the MLP
-was 14.1 s (13.4 to 14.8 s, n = 7), and 14.1 s (12.8 to 14.3 s) without.
+2.2 % of the MLP's (n = 2). In turn with runs without it, the median processor time of a whole run
+of the MLP was 14.1 s (13.4 to 14.8 s, n = 7), and 14.1 s (12.8 to 14.3 s) without.
 
 See :mod:`unbroken.tensors.bits` for the number that stands for a tensor.
 """

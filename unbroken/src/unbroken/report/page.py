@@ -12,6 +12,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
+from unbroken.errors import without_control_characters
 from unbroken.loggers.panels import PANELS, PARTS
 from unbroken.report.charts import amounts, confusion_matrix, curves, draw, shortened
 from unbroken.report.samples import Sample
@@ -102,11 +103,17 @@ def place_in_table(metric: str) -> tuple[int, int]:
     return (place, "loss" not in rest)
 
 
+def _shown(value: Any) -> Any:
+    """A value as the page holds it. Markup is of our own making, and is not escaped."""
+    return value if isinstance(value, Markup) else without_control_characters(value)
+
+
 def fill_page(template: Path, **facts: Any) -> str:
-    """A template, filled in; every text is escaped."""
+    """A template, filled in; every text is escaped, and has no control characters."""
     environment = Environment(
         loader=FileSystemLoader(template.parent),
         autoescape=True,
+        finalize=_shown,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

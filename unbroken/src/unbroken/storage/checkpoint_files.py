@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy
 import torch
@@ -531,7 +531,7 @@ RECORD: dict[str, Any] = {
     "run_name": str,
     "run_id": str,
     "can_go_on": bool,
-    LEFT_OUT: list,
+    LEFT_OUT: list[str],
 }
 # What a run may have chosen by itself
 CHOICES: dict[str, Any] = {
@@ -618,8 +618,15 @@ def _leaves(value: Any, where: str = "", with_places: bool = True) -> Iterator[t
 
 def _check(found: dict[str, Any], kinds: dict[str, Any], path: Path, name: str) -> None:
     for key in kinds.keys() & found.keys():
-        if not isinstance(found[key], kinds[key]):
+        if not _is_of(found[key], kinds[key]):
             raise _changed(path, f"{name}.{key}")
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type, or a list whose elements are of the type in ``list[type]``."""
+    if not get_args(kind):
+        return isinstance(value, kind)
+    return isinstance(value, list) and all(isinstance(each, get_args(kind)) for each in value)
 
 
 def _changed(path: Path, key: str) -> UserError:
@@ -670,7 +677,7 @@ def load_weights(
     fills_in_on_load = is_overridden("on_load_checkpoint", module)
     if late and is_overridden("setup", module) and _lets_setup_size_buffers(module, weights):
         return False
-    try:
+    with misfits_as_errors(f"--ckpt_path {path}"):
         missing, unexpected = module.load_state_dict(weights, strict=False)
         if missing and again and fills_in_on_load:
             # The hook may put in what the module did not save.
@@ -682,12 +689,17 @@ def load_weights(
         if missing or unexpected:
             # The error tells which.
             module.load_state_dict(weights, strict=module.strict_loading)
+    return True
+
+
+@contextmanager
+def misfits_as_errors(option: str) -> Iterator[None]:
+    """Inside, weights that a module cannot take are a :class:`UserError` of the option."""
+    try:
+        yield
     except (RuntimeError, TypeError, AttributeError) as error:
         reason = without_control_characters(" ".join(str(error).split()))[:300]
-        raise UserError(
-            f"--ckpt_path {path}: its weights do not fit the network: {reason}"
-        ) from None
-    return True
+        raise UserError(f"{option}: its weights do not fit the network: {reason}") from None
 
 
 def _lets_setup_size_buffers(module: LightningModule, weights: dict[str, Any]) -> bool:

@@ -5,10 +5,30 @@ Errors are one line.
 
 import importlib
 import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import ModuleType
 from typing import Any
 
 from unbroken.errors import UserError, nearest
+
+# Whether what has an import path may be imported. None: the user has typed all names.
+_judge: ContextVar[Callable[[str], bool] | None] = ContextVar("judge", default=None)
+
+
+@contextmanager
+def imports_judged_by(allows: Callable[[str], bool]) -> Iterator[None]:
+    """Inside, :func:`named_class` asks ``allows`` before it imports anything.
+
+    Args:
+        allows: Whether what has this import path may be imported.
+    """
+    before = _judge.set(allows)
+    try:
+        yield
+    finally:
+        _judge.reset(before)
 
 
 def named_class(
@@ -26,9 +46,14 @@ def named_class(
         also: Further names that the option takes, which stand for no class. The error lists them.
 
     Raises:
-        UserError: There is no such class, or it is no subclass of ``base``.
+        UserError: There is no such class, it is no subclass of ``base``, or a stranger's file
+            names it that may not.
     """
     module_name, _, class_name = name.rpartition(".")
+    allows = _judge.get()
+    if module_name and allows is not None and not allows(name):
+        what = "is no class of yours, of a task or of torch, and was not imported"
+        raise UserError(f"{option} {name[:200]}: it {what}. To use it, type it.")
     try:
         module = importlib.import_module(module_name) if module_name else home
         found = getattr(module, class_name, None)

@@ -111,11 +111,13 @@ def _wide(packed: int, size: int, offset: int, extra: bytes) -> tuple[int, int, 
     order: size, packed size, offset.
     """
     wide: list[int] = []
-    while len(extra) >= 4:
-        kind, length = struct.unpack_from("<2H", extra)
+    place = 0
+    while place + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, place)
+        place += 4
         if kind == SIZES_OF_64:
-            wide = list(struct.unpack_from(f"<{length // 8}Q", extra, 4))
-        extra = extra[4 + length :]
+            wide = list(struct.unpack_from(f"<{length // 8}Q", extra, place))
+        place += length
     if size == ELSEWHERE:
         size = wide.pop(0)
     if packed == ELSEWHERE:

@@ -2,7 +2,10 @@
 that this file allows.
 
 The configuration is read here before the command line's parser sees it, and what comes out is a new
-one. It holds numbers, texts and classes; the parser imports and makes nothing else.
+one. It holds numbers, texts that the parser takes for nothing else, and classes.
+
+What the parser makes of it is judged once more, because a text becomes a class where an argument
+takes one. So each class was asked for under the name by which it is made.
 """
 
 from __future__ import annotations
@@ -13,13 +16,16 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
+import yaml
+from jsonargparse import get_loader
 from lightning.pytorch import LightningDataModule
 from torch import nn
 from unbroken.errors import UserError, without_control_characters
@@ -36,12 +42,15 @@ OF_THE_MACHINE = ("num_workers", "prefetch_factor", "pin_memory", "persistent_wo
 # More than any configuration holds. The parser takes long over a long text.
 LONGEST_TEXT = 1000
 DEEPEST = 40
-MOST_VALUES = 100_000
-# What YAML reads as something else than a text or a number: it could name a class.
-YAML = re.compile(r"^\s*([\[{&*!|>%@`?\"']|-\s)|:(\s|$)|\n")
-IMPORT_PATH = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)+")
-# Python has a module ``test``, whose names look like those of metrics: test.loss
-NO_PACKAGE = ("test",)
+MOST_VALUES = 2_000
+# What the parser does is counted before it does it. It copies a list once for each element, and
+# reads a class three times for each class around it. A class takes as long as 400 values. All steps
+# take about five seconds on a core.
+MOST_STEPS = 150_000
+STEPS_OF_CLASS = 400
+READ_AGAIN = 3
+# Arguments that hold the name of a metric, such as test.loss, which nobody imports
+METRICS = ("monitor",)
 
 
 def is_allowed(name: str, packages: Collection[str]) -> bool:
@@ -126,12 +135,21 @@ class Stranger:
         packages: The packages whose classes are the user's own.
         typed: What the user has typed, by the full name without ``init_args``. It wins, so that
             what the file says there is not looked at.
+        renamed: Gives a class and its arguments the name that an older one has now.
+        left_out: The plain values that are not used, by their full names.
     """
 
     path: Path
     packages: Collection[str]
     typed: Mapping[str, Any]
+    renamed: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    left_out: dict[str, Any] = field(default_factory=dict)
     _count: int = 0
+    _steps: int = 0
+    # How many classes are around what is read
+    _level: int = 0
+    # The first part of a name → whether there is such a module. To look for one takes long.
+    _roots: dict[str, bool] = field(default_factory=dict)
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """What is used of a configuration.
@@ -145,22 +163,78 @@ class Stranger:
             if config.get(part) is not None
         }
 
+    def allows(self, name: str) -> bool:
+        """Whether what has this import path may be imported: it is typed, or is allowed."""
+        return name in map(str, self.typed.values()) or self._is_allowed(name)
+
+    def judge(self, place: str, given: Any, parsed: Any) -> None:
+        """Refuse a class that the parser has made of what the file gives, and that is not allowed.
+
+        A class that the file does not ask for is an argument's default, or typed: the user's.
+
+        Args:
+            place: The option of the value.
+            given: The value as :meth:`settings` has given it.
+            parsed: What the parser has made of it.
+
+        Raises:
+            UserError: There is such a class.
+        """
+        if given is None or self._is_typed(place):
+            return
+        if isinstance(parsed, list | tuple):
+            # What is typed with ``+=`` stands behind.
+            elements = given if isinstance(given, list) else [given] * len(parsed)
+            for element, made in zip(elements, parsed, strict=False):
+                self.judge(place, element, made)
+            return
+        if not isinstance(parsed, dict | Namespace):
+            return
+        entries = dict(vars(parsed)) if isinstance(parsed, Namespace) else parsed
+        values = given if isinstance(given, dict) else {}
+        if "class_path" in entries and f"{place}.class_path" not in self.typed:
+            if isinstance(given, dict) and "class_path" not in given:
+                self._refuse(place, "is no class with arguments")
+            self._refuse_name(place, str(entries["class_path"]))
+        for key, made in entries.items():
+            full = place if key in OF_A_CLASS else f"{place}.{key}"
+            # Only arguments have defaults. All entries of a mapping are the file's.
+            other = None if isinstance(parsed, Namespace) else given
+            self.judge(full, values.get(key, other), made)
+
     def _value(self, place: str, name: str, value: Any, depth: int) -> Any:
         self._count += 1
-        if depth > DEEPEST or self._count > MOST_VALUES:
-            raise UserError(f"--ckpt_path {self.path}: its configuration is too large or too deep.")
+        self._refuse_much(depth)
         if value is None or type(value) in (bool, int, float):
             return value
         if type(value) is str:
             self._refuse_text(place, value)
+            if _is_below(value, FACTORIES):
+                # Some download by default, also where their name stands alone.
+                return self._class(place, {"class_path": value}, depth)
             return value
         if type(value) is list:
-            return [self._value(place, name, item, depth + 1) for item in value]
+            before = self._count
+            values = [self._value(place, name, item, depth + 1) for item in value]
+            self._steps += len(values) * (self._count - before)
+            self._refuse_much(depth)
+            return values
         if type(value) is not dict:
             self._refuse(place, f"is a {type(value).__name__}, which is no plain value")
         if OF_A_CLASS & value.keys():
             return self._class(place, value, depth)
-        return self._entries(place, value, depth)
+        before = self._count
+        entries = self._entries(place, value, depth)
+        self._steps += len(entries) * (self._count - before)
+        self._refuse_much(depth)
+        return entries
+
+    def _refuse_much(self, depth: int) -> None:
+        if depth > DEEPEST or self._count > MOST_VALUES or self._steps > MOST_STEPS:
+            raise UserError(
+                f"--ckpt_path {self.path}: its configuration is too large or too deep. To use it,"
+                " add --trust_checkpoint true if you trust who made the file."
+            )
 
     def _entries(self, place: str, values: dict[Any, Any], depth: int) -> dict[str, Any]:
         """The entries of a mapping, less those that are typed, and those that are places."""
@@ -171,6 +245,8 @@ class Stranger:
             self._refuse_text(place, key)
             full = f"{place}.{key}"
             if self._is_typed(full) or _holds_place(key, value):
+                if type(value) in (bool, int, float, str):
+                    self.left_out[full] = value
                 continue
             kept[key] = self._value(full, key, value, depth + 1)
         return kept
@@ -181,28 +257,32 @@ class Stranger:
         return place in self.typed or not re.fullmatch(r"[\w.]+", str(named))
 
     def _class(self, place: str, value: dict[Any, Any], depth: int) -> dict[str, Any]:
-        name = value.get("class_path")
-        if value.keys() - OF_A_CLASS or type(name) is not str:
+        if value.keys() - OF_A_CLASS or type(value.get("class_path")) is not str:
             self._refuse(place, "is no class with arguments")
+        for key in ("init_args", "dict_kwargs"):
+            if type(value.get(key, {})) not in (dict, type(None)):
+                self._refuse(place, "has arguments without names")
+        value = self.renamed(value)
+        name = value["class_path"]
         typed = self.typed.get(f"{place}.class_path")
         if typed is None:
             self._refuse_name(place, name)
         elif str(typed).rpartition(".")[2] != name.rpartition(".")[2]:
             # The arguments are those of another class.
             return {"class_path": str(typed)}
+        self._steps += STEPS_OF_CLASS * READ_AGAIN**self._level
+        self._refuse_much(depth)
+        self._level += 1
         made: dict[str, Any] = {"class_path": name if typed is None else str(typed)}
         for key in ("init_args", "dict_kwargs"):
             arguments = value.get(key)
-            if arguments is None:
-                continue
-            if type(arguments) is not dict:
-                self._refuse(place, "has arguments without names")
-            made[key] = self._entries(place, arguments, depth)
+            if arguments is not None:
+                made[key] = self._entries(place, arguments, depth)
+        self._level -= 1
         arguments = made.setdefault("init_args", {})
         if place == "data":
             made["init_args"] = {k: v for k, v in arguments.items() if k not in OF_THE_MACHINE}
         elif _is_below(name, FACTORIES):
-            # Some download by default.
             taken = inspect.signature(_found(*name.rpartition(".")[::2])).parameters
             weights = [key for key in (*taken, *arguments) if key.startswith(("weights", "pretr"))]
             made["init_args"] = arguments | dict.fromkeys(weights)
@@ -212,19 +292,29 @@ class Stranger:
     def _refuse_text(self, place: str, text: str) -> None:
         if len(text) > LONGEST_TEXT:
             self._refuse(place, f"has a text of {len(text):,} characters")
-        if YAML.search(text):
+        if not _is_plain(text):
             self._refuse(place, f"is no plain text: {text[:80]}")
-        root = text.partition(".")[0]
-        if IMPORT_PATH.fullmatch(text) and root not in NO_PACKAGE and _can_be_imported(root):
+        root, dot, _ = text.partition(".")
+        is_metric = place.rpartition(".")[2] in METRICS
+        if dot and not is_metric and self._can_be_imported(root):
             self._refuse_name(place, text)
 
-    def _refuse_name(self, place: str, name: str) -> None:
+    def _can_be_imported(self, root: str) -> bool:
+        if root not in self._roots:
+            self._roots[root] = _can_be_imported(root)
+        return self._roots[root]
+
+    def _is_allowed(self, name: str) -> bool:
+        if not all(part.isidentifier() for part in name.split(".")):
+            return False
         try:
-            allowed = IMPORT_PATH.fullmatch(name) and is_allowed(name, self.packages)
+            return is_allowed(name, self.packages)
         except Exception:
             # A module of the user's own does not run.
-            allowed = False
-        if not allowed:
+            return False
+
+    def _refuse_name(self, place: str, name: str) -> None:
+        if not self._is_allowed(name):
             named = f"names {name[:200]}, which is no class of yours, of a task or of torch.nn"
             self._refuse(place, named, f"type --{place} CLASS, or")
 
@@ -240,6 +330,17 @@ class Stranger:
 def _holds_place(key: str, value: Any) -> bool:
     items = value if type(value) is list else [value]
     return any(type(each) is str and is_place(key, each) for each in items)
+
+
+def _is_plain(text: str) -> bool:
+    """Whether the parser takes a text for this text, or for a number or the like, and so for no
+    mapping that names a class.
+    """
+    try:
+        value = get_loader("yaml")(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return False
+    return value is None or type(value) in (bool, int, float) or value == text
 
 
 def _can_be_imported(root: str) -> bool:

@@ -23,7 +23,8 @@ import os
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -35,6 +36,12 @@ from unbroken.trust.archive import Entry, NoArchive, entries_of, refuse_wrong_su
 # any case. A number takes 36 bytes, and 3 to 9 in the pickle.
 MOST_TIMES = 8
 FREE_BYTES = 64 * 2**20
+# Whoever walks through the values may meet so many, and so many for each byte of the pickle: one
+# that stands in several places is written once.
+FREE_STEPS = 2**20
+MOST_STEPS_PER_BYTE = 3
+# No value of a file is this object.
+END = object()
 # What a value takes, in bytes
 NUMBER = 36
 REFERENCE = 8
@@ -179,7 +186,7 @@ class Reader:
                 raise Foreign(f"opcode {code}")
             act(self)
         (value,) = self.stack
-        refuse_what_is_no_data(value, FREE_BYTES // 64 + MOST_TIMES * len(self._pickle))
+        refuse_what_is_no_data(value, FREE_STEPS + MOST_STEPS_PER_BYTE * len(self._pickle))
         return value
 
     # Small steps of the opcodes below
@@ -431,22 +438,24 @@ def refuse_what_is_no_data(contents: Any, most_steps: int) -> None:
     ``most_steps``, as they see it who walk through them. A letter counts as well.
     """
     steps = 0
-    # Values that are still to be looked at, each with how deeply it lies
-    waiting: list[tuple[Any, int]] = [(contents, 0)]
+    # The containers that are open, one in the other. They are not copied: a file may be large.
+    waiting: list[Iterator[Any]] = [iter([contents])]
     while waiting:
-        value, depth = waiting.pop()
+        value: Any = next(waiting[-1], END)
+        if value is END:
+            waiting.pop()
+            continue
         kind = type(value)
         steps += len(value) + 1 if kind is str or kind is bytes else 1
-        if depth > DEEPEST:
+        if len(waiting) > DEEPEST + 1:
             raise TooMuch("it is nested too deeply")
         if steps > most_steps:
             raise TooMuch("it has more values than bytes")
         if kind in (dict, OrderedDict, Counter):
-            waiting.extend((key, depth + 1) for key in value)
-            waiting.extend((item, depth + 1) for item in value.values())
-            waiting.extend((item, depth + 1) for item in getattr(value, "__dict__", {}).values())
+            attributes = getattr(value, "__dict__", {})
+            waiting.append(chain(value, value.values(), attributes.values()))
         elif kind in (list, tuple, set, torch.Size):
-            waiting.extend((item, depth + 1) for item in value)
+            waiting.append(iter(value))
         elif kind not in SCALARS and not isinstance(value, Tensor):
             raise Foreign(f"a {kind.__name__}")
 

@@ -64,7 +64,7 @@ class MNISTDataModule(BatchedDataModule):
     }
     torchvision_dataset = "MNIST"  # the class in torchvision.datasets that can fetch the files
     sample_folder: Path | None = DIGITS if DIGITS.is_dir() else None  # a bare clone has none
-    may_download = True  # else only into the default root
+    may_download = True  # the library says no where a stranger's checkpoint asks for the data
 
     def __init__(
         self,
@@ -91,9 +91,10 @@ class MNISTDataModule(BatchedDataModule):
         """Download the full set if it is wanted and missing (once per machine)."""
         if self.data_source == "sample" or not self.missing():
             return
-        if not self.may_download and self.root != DEFAULT_ROOT:
+        if not self.may_download:
             there = f"type --data.root {self.root} to download there"
-            self.do_without(f", and a checkpoint alone names it: {there}")
+            self.do_without(f", and a stranger's checkpoint downloads nothing: {there}")
+            return
         try:
             self._download()
         except Exception as error:

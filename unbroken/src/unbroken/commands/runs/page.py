@@ -30,6 +30,8 @@ COLOURS = (
     "#12a4af",
 )
 DASHES = ("-", "--", ":")
+# A chart takes a tenth of a second to draw. Nobody looks through more.
+MOST_CHARTS = 60
 # How the names of metrics begin that are not drawn
 NOT_DRAWN = ("epoch", "test", "throughput/", "memory/", "optimizer/")
 
@@ -92,12 +94,14 @@ def has_curve(metric: str, lines: Sequence[Line]) -> bool:
 
 
 def draw_charts(lines: Sequence[Line]) -> list[tuple[str, Markup]]:
-    """Metric and chart, for each metric that has a curve."""
+    """Metric and chart, for each metric that has a curve; of very many the first."""
+    drawn = [metric for metric in metrics_of(lines) if has_curve(metric, lines)]
     charts: list[tuple[str, Markup]] = []
-    for metric in metrics_of(lines):
-        if has_curve(metric, lines):
-            # The name is an attribute in the chart, and a metric's name could be markup.
-            charts.append((metric, draw(f"chart {len(charts)}", paint, metric, lines)))
+    for metric in drawn[:MOST_CHARTS]:
+        # The name is an attribute in the chart, and a metric's name could be markup.
+        charts.append((metric, draw(f"chart {len(charts)}", paint, metric, lines)))
+    if len(drawn) > MOST_CHARTS:
+        charts.append((f"{len(drawn) - MOST_CHARTS:,} further metrics are not drawn", Markup()))
     return charts
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
-from unbroken.tables import Row, flat, is_number, load_yaml
+from unbroken.tables import Row, flat, is_number
 
 # Settings that do not tell configurations apart: where a run lies
 PLACES = ("run_name", "ckpt_path", "config", "trainer.default_root_dir")
@@ -37,8 +37,9 @@ LOCK = ".lock"
 # What ExactCheckpoint leaves at the end of a script's run, see run_folder.py. To import it would
 # import torch.
 ENDED = ".ended"
-# A million rows of ten metrics take half of this.
-LARGEST_FILE_BYTES = 2**28
+# Of what a run writes. A million rows of ten metrics take half of the last. To read that much YAML
+# takes seconds.
+LARGEST_BYTES = {".yaml": 2**18, ".json": 2**24, ".csv": 2**28}
 CLASS_PATH = ".class_path"
 # Only what was read from a mirror has one.
 LEASE = "lease.json"
@@ -145,6 +146,17 @@ def options_in(path: Path) -> set[str]:
     return {word.removeprefix("--").removesuffix(CLASS_PATH) for word in words}
 
 
+class WithoutAliases(yaml.SafeLoader):
+    """Reads YAML in which nothing stands in several places: a few bytes could name very much. A run
+    writes no aliases.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("an alias")
+        return super().compose_node(parent, index)
+
+
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run."""
     return any((folder / name).exists() for name in FILES)
@@ -179,7 +191,8 @@ def mapping_in(path: Path) -> dict[str, Any]:
         return {}
     with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else load_yaml(text)
+        is_json = path.suffix == ".json"
+        content = json.loads(text) if is_json else yaml.load(text, Loader=WithoutAliases)
     return content if isinstance(content, dict) else {}
 
 
@@ -187,7 +200,7 @@ def is_readable(path: Path) -> bool:
     """Whether a path is a file, and no larger than what a run writes: a folder may come from
     somebody else. To read a named pipe would take for ever.
     """
-    return path.is_file() and path.stat().st_size <= LARGEST_FILE_BYTES
+    return path.is_file() and path.stat().st_size <= LARGEST_BYTES[path.suffix]
 
 
 def is_locked(path: Path) -> bool:
