@@ -111,12 +111,12 @@ TABLE = (
         kinds=REFUSED,
         text="restored a checkpoint with current_epoch",
     ),
-    # A class of torch.nn that only holds others, such as ModuleList
+    # A class that only holds others, such as ModuleList, or that others are made from
     Refusal(
-        "the network cannot be used: {text}.",
-        raised_in=("torch.nn.modules.module",),
+        "such a class cannot be used by itself: {text}.",
+        raised_in=("torch.nn.modules.module", f"{OURS}.data"),
         kinds=(NotImplementedError,),
-        text='is missing the required "forward" function',
+        text='is missing the required "forward" function|must define',
     ),
     # For a prediction Lightning makes each loader anew, and passes a batch size twice.
     Refusal(

@@ -38,7 +38,7 @@ FACTORIES = "torchvision.models"
 SECTIONS = ("model", "data")
 OF_A_CLASS = {"class_path", "init_args", "dict_kwargs"}
 # How a data module loads is a matter of this machine, as the Trainer's flags are.
-OF_THE_MACHINE = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
+OF_THE_MACHINE = {"num_workers", "prefetch_factor", "pin_memory", "persistent_workers"}
 # More than any configuration holds. The parser takes long over a long text.
 LONGEST_TEXT = 1000
 DEEPEST = 40
@@ -245,7 +245,7 @@ class Stranger:
             self._refuse_text(place, key)
             full = f"{place}.{key}"
             if self._is_typed(full) or _holds_place(key, value):
-                if type(value) in (bool, int, float, str):
+                if value is None or type(value) in (bool, int, float, str):
                     self.left_out[full] = value
                 continue
             kept[key] = self._value(full, key, value, depth + 1)
@@ -256,12 +256,15 @@ class Stranger:
         named = self.typed.get(f"{place}.class_path")
         return place in self.typed or not re.fullmatch(r"[\w.]+", str(named))
 
-    def _class(self, place: str, value: dict[Any, Any], depth: int) -> dict[str, Any]:
+    def _refuse_no_class(self, place: str, value: dict[Any, Any]) -> None:
         if value.keys() - OF_A_CLASS or type(value.get("class_path")) is not str:
             self._refuse(place, "is no class with arguments")
         for key in ("init_args", "dict_kwargs"):
             if type(value.get(key, {})) not in (dict, type(None)):
                 self._refuse(place, "has arguments without names")
+
+    def _class(self, place: str, value: dict[Any, Any], depth: int) -> dict[str, Any]:
+        self._refuse_no_class(place, value)
         value = self.renamed(value)
         name = value["class_path"]
         typed = self.typed.get(f"{place}.class_path")
@@ -281,7 +284,8 @@ class Stranger:
         self._level -= 1
         arguments = made.setdefault("init_args", {})
         if place == "data":
-            made["init_args"] = {k: v for k, v in arguments.items() if k not in OF_THE_MACHINE}
+            for key in arguments.keys() & OF_THE_MACHINE:
+                self.left_out[f"data.{key}"] = arguments.pop(key)
         elif _is_below(name, FACTORIES):
             taken = inspect.signature(_found(*name.rpartition(".")[::2])).parameters
             weights = [key for key in (*taken, *arguments) if key.startswith(("weights", "pretr"))]
