@@ -54,6 +54,7 @@ from unbroken.loading import (
 )
 from unbroken.loading.held_data import held_data
 from unbroken.loading.proof import fault_of_state
+from unbroken.loading.watched_loader import WatchedLoader
 from unbroken.loading.workers import workers_end_with_block
 from unbroken.seams import Seams
 from unbroken.stopping.ranks import of_all_ranks
@@ -1641,3 +1642,13 @@ def test_batches_are_compared_by_value() -> None:
         assert not is_same([*values, Plain(1)], other)
     assert not is_same(Plain(1), Plain(2))
     assert not is_same(torch.tensor([1]), torch.tensor([1.0]))
+
+
+def test_a_state_that_no_loader_takes_any_more_is_told_and_left_out() -> None:
+    loading = ExactLoading(0)
+    loading.training = [WatchedLoader([torch.zeros(1)], None, 0)]
+    loading.start = Start(loaders=[(0, {"position": 3})])
+    loading.begin()
+    assert loading.notes == [
+        "the checkpoint holds a state of a loader that has none now: the resume is not exact."
+    ]

@@ -143,6 +143,12 @@ class ExactLoading:
         """Put the loaders where training starts."""
         places = chain(self.start.loaders, repeat((0, None)))
         for passes, (first, state) in zip(self.training, places, strict=False):
+            if state is not None and passes.owner is None:
+                self.notes.append(
+                    "the checkpoint holds a state of a loader that has none now: the resume is not"
+                    " exact."
+                )
+                state = None
             passes.start_at(self.start, first, state)
         # Some were made before the checkpoint was read.
         for passes, seeds in zip(self.training, self.seeds, strict=False):
