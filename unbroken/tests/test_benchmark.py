@@ -19,7 +19,7 @@ from numerals.fit import job as fit
 from numerals.model import ConvNet
 from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
-from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
+from unbroken.checkpoint.saving import Saving
 from unbroken.cli.cli import configure
 from unbroken.cli.start import exit_code
 from unbroken.commands.benchmark import in_turn, real_runs, table_devices, table_memory, timing
@@ -382,7 +382,7 @@ def test_an_epoch_ends_after_its_checkpoint_is_saved(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(owner, name, lambda *args: (method(*args), events.append(event)))
 
     events: list[str] = []
-    noted(ExactCheckpoint, "training_ends", "saved")
+    noted(Saving, "training_ends", "saved")
     noted(RunClock, "_end_epoch", "ended")
     run = run_epochs(configure(fit, "benchmark", SMALL), 1)
     assert events == [

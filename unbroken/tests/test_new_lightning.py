@@ -628,6 +628,12 @@ def loads_sparse_values(checkpoint: dict[str, Any], folder: Path) -> None:
     torch.load(folder / "sparse.pt", weights_only=True)
 
 
+def calls_a_class_without_forward(checkpoint: dict[str, Any], folder: Path) -> None:
+    from torch import nn
+
+    nn.ModuleList()(1)
+
+
 def asks_for_all_memory(checkpoint: dict[str, Any], folder: Path) -> None:
     import torch
 
@@ -666,6 +672,7 @@ BROUGHT_BY: dict[str, Callable[[dict[str, Any], Path], None]] = {
     " in current system is 1,": starts_many_workers,
     "Validating sparse tensor invariants because weights_only": loads_sparse_values,
     "loading state_dict": loads_other_weights,
+    'is missing the required "forward" function': calls_a_class_without_forward,
     "ninitialized parameters can't be used": trains_lazy_layers_in_ranks,
     "use an uninitialized parameter": uses_lazy_layers,
     "nknown backend": starts_an_unknown_backend,
@@ -684,6 +691,7 @@ NOT_BROUGHT = {
     "Connection (reset by peer|refused)": "test_refusals.py kills a worker",
     "gloo/.*Connection (closed|reset) by peer": "test_refusals.py ends a rank",
     "nvalid backend": "older versions of torch say it",
+    "must define": "the library's own data modules say it",
 }
 
 
@@ -876,10 +884,10 @@ def test_a_stop_is_lightnings_own_exception_with_the_code_of_its_signal() -> Non
 def test_lightning_ends_the_workers_of_a_loader() -> None:
     from lightning.pytorch.utilities.combined_loader import CombinedLoader
     from torch.utils.data import DataLoader
-    from unbroken.loading import ExactLoader
+    from unbroken.loading import exact_form
 
     plain = DataLoader(list(range(8)), 2, num_workers=1, persistent_workers=True)  # type: ignore[arg-type,var-annotated]
-    loader = ExactLoader(plain, training=True, seed=0)
+    loader = exact_form(plain, training=True, seed=0)
     combined = CombinedLoader([loader])
     next(iter(combined))
     (worker,) = loader._iterator._workers

@@ -123,7 +123,7 @@ class Hooks(Callback):
         engine = self.engine
         engine.restoring.batch_ends()
         engine.kept.was_validated.is_so = False
-        engine.windows.batch_ends(trainer, batch, batch_idx)
+        engine.windows.batch_ends(trainer, batch)
         engine.saving.batch_ends(trainer, batch_idx)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

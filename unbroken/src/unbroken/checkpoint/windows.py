@@ -27,12 +27,16 @@ class Windows:
         self._window = kept.open_window
         self._ending = ending
 
-    def batch_ends(self, trainer: Trainer, batch: Any, batch_idx: int) -> None:
+    def batch_ends(self, trainer: Trainer, batch: Any) -> None:
         """Take note of a batch that was trained on.
 
         A ``training_step`` that reads its batches itself has told Lightning only now which it was.
+        Its batches are counted from the start of the process by the hook's own number, so the
+        loop's number is taken.
         """
-        self._window.add(batch, batch_idx)
+        current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+        number = current.processed - 1
+        self._window.add(batch, number)
         if self._chain.ends_window(trainer.global_step) and not is_large(trainer):
             self._end(trainer)
 

@@ -81,44 +81,44 @@ class ExactLoader(DataLoader[Any]):
     """
 
     # In slots, because all other attributes are the user's loader's.
-    _passes: ExactBatches
-    _fetching: DataLoader[Any]
-    _fetching_is_made_of: list[Any]
+    exact_passes: ExactBatches
+    exact_fetching: DataLoader[Any]
+    exact_fetching_is_made_of: list[Any]
     # What was changed since the loader was made, if no checkpoint holds it, is said once.
-    _as_made: dict[str, Any]
+    exact_as_made: dict[str, Any]
 
-    _iterator = iterator_of("_fetching")
+    _iterator = iterator_of("exact_fetching")
 
     def __len__(self) -> int:
-        return len(self._passes)
+        return len(self.exact_passes)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Batches. A generator: workers start when the first batch is asked for, at an epoch's
         start.
         """
-        passes = self._passes
+        passes = self.exact_passes
         if passes.training:
             self._say_what_a_resume_lacks()
-        if not are_the_same(self._fetching_is_made_of, made_of(self)):
+        if not are_the_same(self.exact_fetching_is_made_of, made_of(self)):
             # Workers that outlive an epoch would go on with what they were started with.
             make_fetching(self)
-        fetch: Any = self._fetching.dataset
+        fetch: Any = self.exact_fetching.dataset
         fetch.seed = passes.seeds.draws
         if passes.in_memory and not self.num_workers and not self.pin_memory:
             # PyTorch's loader would take longer than the batch.
             for request in passes:
                 yield fetch[request]
         else:
-            yield from iterate(self._fetching)
+            yield from iterate(self.exact_fetching)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is one of the user's own loader."""
-        return self._passes.loader.__reduce_ex__(protocol)
+        return self.exact_passes.loader.__reduce_ex__(protocol)
 
     def _say_what_a_resume_lacks(self) -> None:
         for name, value in not_in_a_checkpoint(self).items():
-            if name in self._as_made and self._as_made[name] is not value:
-                del self._as_made[name]
+            if name in self.exact_as_made and self.exact_as_made[name] is not value:
+                del self.exact_as_made[name]
                 say(lost_unless_set_again(name, self))
 
 
@@ -172,8 +172,8 @@ def exact_form(
     found: ExactLoader = object.__new__(exact_class(kind))
     # A class of the user's may set attributes in another way.
     object.__setattr__(found, "__dict__", vars(loader))
-    found._passes = passes
-    found._as_made = not_in_a_checkpoint(loader)
+    found.exact_passes = passes
+    found.exact_as_made = not_in_a_checkpoint(loader)
     make_fetching(found)
     if found.num_workers:
         end_workers_at_exit()
@@ -184,12 +184,12 @@ def passes_of(loader: Any) -> Any:
     """The :class:`Passes` of what the run has put in a loader's place. They are no attribute that
     the user's code would find in its own loader.
     """
-    return loader._passes
+    return loader.exact_passes
 
 
 def make_fetching(loader: ExactLoader) -> None:
     """Make the loader of PyTorch's that fetches what an exact one asks for."""
-    passes = loader._passes
+    passes = loader.exact_passes
     seed = passes.seeds.draws
     fetch: Any = Fetch(
         loader.dataset,
@@ -198,8 +198,8 @@ def make_fetching(loader: ExactLoader) -> None:
         rank=passes.rank if passes.training else None,
         batched=loader.batch_sampler is not None,
     )
-    loader._fetching_is_made_of = made_of(loader)
-    loader._fetching = DataLoader(
+    loader.exact_fetching_is_made_of = made_of(loader)
+    loader.exact_fetching = DataLoader(
         fetch,
         sampler=PlainRequests(passes) if loader.num_workers else passes,
         # A request is a whole batch: PyTorch neither collates nor copies it.

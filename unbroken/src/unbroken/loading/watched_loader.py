@@ -231,41 +231,41 @@ class LiveLoader:
     loader itself. Its state is not offered: checkpoints hold that of a :class:`WatchedLoader`.
     """
 
-    __slots__ = ("__weakref__", "_passes", "_said")
+    __slots__ = ("__weakref__", "exact_passes", "told_of")
 
-    _passes: WatchedLoader
-    _iterator = iterator_of("_passes.fetching")
+    exact_passes: WatchedLoader
+    _iterator = iterator_of("exact_passes.fetching")
 
     def __init__(self, passes: WatchedLoader) -> None:
-        object.__setattr__(self, "_passes", passes)
+        object.__setattr__(self, "exact_passes", passes)
         # The attributes that were changed, and of which this was said.
-        object.__setattr__(self, "_said", set())
+        object.__setattr__(self, "told_of", set())
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._passes)
+        return iter(self.exact_passes)
 
     def __len__(self) -> int:
-        return len(self._passes)
+        return len(self.exact_passes)
 
     def __getattr__(self, name: str) -> Any:
         if name in LiveLoader.__slots__ or name.endswith("state_dict"):
             raise AttributeError(name)
-        return getattr(self._passes.loader, name)
+        return getattr(self.exact_passes.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_iterator":
             # Lightning ends workers so.
             object.__setattr__(self, name, value)
             return
-        loader = self._passes.loader
+        loader = self.exact_passes.loader
         setattr(loader, name, value)
-        if name not in self._said:
-            self._said.add(name)
+        if name not in self.told_of:
+            self.told_of.add(name)
             say(lost_unless_set_again(name, loader))
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._passes.loader, name)
+        delattr(self.exact_passes.loader, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is one of the user's own loader."""
-        return self._passes.loader.__reduce_ex__(protocol)
+        return self.exact_passes.loader.__reduce_ex__(protocol)
