@@ -536,6 +536,16 @@ def test_what_is_changed_in_a_live_loader_counts_as_in_a_plain_trainer(
     assert change is None or len({tuple(batch) for _, batch in plain}) > 3
 
 
+def test_what_lightning_writes_into_a_loader_is_no_change_of_the_users(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # As seed_everything(workers=True) leaves it
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")
+    read_by(Reads(None), lambda: DataLoader(Endless(), 2), ExactCheckpoint("r"), max_epochs=1)
+    assert made["loader"].worker_init_fn is not None
+    assert "was changed in training" not in capsys.readouterr().out
+
+
 def test_a_live_loader_is_one_of_the_users_class_with_its_methods_and_attributes(
     workplace: Path,
 ) -> None:

@@ -224,6 +224,10 @@ class WatchedLoader(Passes):
         return 0, self.next_state
 
 
+# What Lightning writes into each loader after ``seed_everything(workers=True)``
+WRITTEN_BY_LIGHTNING = "worker_init_fn"
+
+
 class LiveLoader:
     """What the user's code finds in the place of a loader that has no exact form.
 
@@ -259,7 +263,7 @@ class LiveLoader:
             return
         loader = self.exact_passes.loader
         setattr(loader, name, value)
-        if name not in self.told_of:
+        if name != WRITTEN_BY_LIGHTNING and name not in self.told_of:
             self.told_of.add(name)
             say(lost_unless_set_again(name, loader))
 
