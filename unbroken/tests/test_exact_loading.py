@@ -466,7 +466,7 @@ def test_the_loader_keeps_what_was_asked_of_it() -> None:
         timeout=7,
     )
     ours = exact(plain)
-    for each in (ours, ours._fetching):
+    for each in (ours, ours.exact_fetching):
         assert (each.num_workers, each.prefetch_factor, each.persistent_workers, each.timeout) == (
             1,
             3,
@@ -476,7 +476,7 @@ def test_the_loader_keeps_what_was_asked_of_it() -> None:
     assert ours.dataset is plain.dataset
     assert (ours.batch_size, ours.drop_last, ours.collate_fn) == (4, False, list)
     assert isinstance(next(iter(ours)), list)
-    ours._fetching.worker_init_fn(0)  # type: ignore[misc]
+    ours.exact_fetching.worker_init_fn(0)  # type: ignore[misc]
     assert seen == [0]
 
 
@@ -497,7 +497,7 @@ def open_handle(worker: int) -> None:
 @pytest.mark.parametrize("kind", [Numbers, Gathered])
 def test_what_workers_are_asked_for_needs_no_shared_memory(kind: Any) -> None:
     loader = exact(DataLoader(kind(5), 2, num_workers=1))
-    assert list(loader._fetching.sampler) == [(0, 0, [0, 1]), (0, 1, [2, 3]), (0, 2, [4])]
+    assert list(loader.exact_fetching.sampler) == [(0, 0, [0, 1]), (0, 1, [2, 3]), (0, 2, [4])]
 
 
 def test_what_a_worker_does_to_its_dataset_reaches_it() -> None:
