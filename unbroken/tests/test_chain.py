@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint import windows
 from unbroken.commands import runs
@@ -24,6 +23,7 @@ from unbroken.storage.checkpoint_files import read
 from unbroken.tensors.bits import settled, sums_of_bits, tensors_and_plain
 
 from tests.commands import SMALL, complete, summary
+from tests.other_tasks import StreamWithState
 from tests.plain_module import Regression, rows
 from tests.stopped_runs import train
 from tests.test_exact_checkpoint import fit
@@ -101,8 +101,18 @@ def test_a_weight_that_is_changed_shows_in_the_first_link_after_it(workplace: Pa
 def test_a_large_module_is_looked_at_between_epochs_alone(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: list[int] = []
+
+    def is_large(trainer: Trainer) -> bool:
+        asked.append(trainer.global_step)
+        return chain_is_large(trainer)
+
+    chain_is_large = windows.is_large
+    monkeypatch.setattr(windows, "is_large", is_large)
     monkeypatch.setattr("unbroken.parts.chain.LARGE_BYTES", 0)
     large = fit("large", epochs=3)
+    # To add up the sizes of all weights is no work for each step.
+    assert asked == [100]
     assert [(each.epoch, each.step) for each in links(large)] == [(0, 50), (1, 100), (2, 150)]
     state = read(workplace / "large" / "last.ckpt")["run"]["state"]
     assert state["ranks"][0]["bits_in_memory"] == {}
@@ -166,27 +176,15 @@ def test_a_bit_that_flips_in_the_weights_of_a_file_is_refused_by_the_sums_of_the
     assert f"skipped: {keep.last_path}" in capsys.readouterr().out
 
 
-class Stream(IterableDataset[Any]):
+class Stream(StreamWithState):
     """Samples that come one after the other, from a source that may have grown at its front."""
 
     is_grown = False
 
     def __init__(self) -> None:
+        super().__init__()
         samples = [*rows(120, 0)]
-        self.rows = [samples[0], *samples[:-1]] if self.is_grown else samples
-        self.next = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.next < len(self.rows):
-            self.next += 1
-            yield self.rows[self.next - 1]
-        self.next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
+        self.rows: Any = [samples[0], *samples[:-1]] if self.is_grown else samples
 
 
 class Streaming(Regression):

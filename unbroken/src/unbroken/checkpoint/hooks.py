@@ -82,6 +82,7 @@ class Hooks(Callback):
         signals.defer()
         engine.own.training_starts()
         engine.saving.training_starts(trainer)
+        engine.windows.training_starts(trainer)
         engine.restoring.training_starts(trainer)
         engine.loading.notes += engine.best.assumptions()
         engine.loading.notes += what_is_not_exact(trainer, engine.loading)

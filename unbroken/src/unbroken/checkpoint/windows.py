@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from unbroken.checkpoint.ending import Ending
 from unbroken.checkpoint.kept import KeptParts
-from unbroken.parts.chain import digests_of_now, is_large
+from unbroken.parts.chain import STEPS_OF_A_WINDOW, digests_of_now, is_large
 from unbroken.stopping.ranks import of_all_ranks
 
 
@@ -26,6 +26,12 @@ class Windows:
         self._chain = kept.chain
         self._window = kept.open_window
         self._ending = ending
+        # Optimizer steps at the end of the last batch
+        self._steps = 0
+
+    def training_starts(self, trainer: Trainer) -> None:
+        """Count the steps from here: a resumed run has some behind it."""
+        self._steps = trainer.global_step
 
     def batch_ends(self, trainer: Trainer, batch: Any) -> None:
         """Take note of a batch that was trained on.
@@ -37,7 +43,11 @@ class Windows:
         current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         number = current.processed - 1
         self._window.add(batch, number)
-        if self._chain.ends_window(trainer.global_step) and not is_large(trainer):
+        # A batch may have several steps.
+        before = self._steps
+        self._steps = trainer.global_step
+        passes_a_hundredth = before // STEPS_OF_A_WINDOW < self._steps // STEPS_OF_A_WINDOW
+        if passes_a_hundredth and not is_large(trainer):
             self._end(trainer)
 
     def epoch_ends(self, trainer: Trainer) -> None:

@@ -122,11 +122,6 @@ class Chain(Part):
         self.links: list[Link] = []
         self.resumed_at: list[int] = []
 
-    def ends_window(self, steps: int) -> bool:
-        """Whether a window ends with so many optimizer steps. A batch may have several."""
-        last = self.links[-1].step if self.links else 0
-        return steps // STEPS_OF_A_WINDOW > last // STEPS_OF_A_WINDOW
-
     def add(self, epoch: int, step: int, of_ranks: Iterable[tuple[int, ...]]) -> None:
         """Add a link.
 
