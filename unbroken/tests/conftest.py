@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,8 @@ def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     no_surprises(monkeypatch)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     environment = dict(os.environ)
+    # What a loader's worker replaces in its own process, where a test prepares one in this process.
+    monkeypatch.setattr(Queue, "_on_queue_feeder_error", vars(Queue)["_on_queue_feeder_error"])
     yield
     # A run in this process may have set variables for ranks and threads. Later processes would
     # inherit them, and those that Python reads as it starts keep the server from forking.
