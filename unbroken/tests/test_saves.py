@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import threading
 import time
 from pathlib import Path
@@ -41,13 +42,27 @@ class Small(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=0.1)
 
 
-def fit(keep: ExactCheckpoint, steps: int = 8, kind: type[Small] = Small) -> Small:
-    """Train ``steps`` steps, from the start."""
+class WaitsForSaves(Small):
+    """Begins no step before the save that is under way is on the disk."""
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        until_written()
+
+
+def until_written() -> None:
+    """Wait for the thread that writes a checkpoint, if there is one."""
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+
+
+def fit(keep: ExactCheckpoint, steps: int = 8, kind: type[Small] = Small, epochs: int = 1) -> Small:
+    """Train so many epochs of ``steps`` steps, from the start."""
     torch.manual_seed(1)
     module = kind()
     data = TensorDataset(torch.linspace(-1, 1, 3 * steps).reshape(steps, 3))
     trainer = Trainer(
-        max_epochs=1,
+        max_epochs=epochs,
         accelerator="cpu",
         callbacks=[keep],
         logger=False,
@@ -83,6 +98,8 @@ def test_a_file_holds_the_step_at_which_it_was_saved_however_late_it_is_written(
     class Watches(Small):
         def on_train_batch_end(self, *_: Any) -> None:
             steps_done[0] = self.global_step
+            if self.global_step % 2:
+                until_written()
             weights[self.global_step] = self.line.weight.detach().clone()
 
     monkeypatch.setattr(checkpoint_files, "save_to", late)
@@ -90,6 +107,69 @@ def test_a_file_holds_the_step_at_which_it_was_saved_however_late_it_is_written(
     assert set(written) == {2, 4, 6}
     assert all(torch.equal(written[step], weights[step]) for step in written)
     assert checkpoint(tmp_path / "last.ckpt")["global_step"] == 6
+
+
+@pytest.mark.usefixtures("_every_save_is_large")
+def test_a_save_that_is_due_waits_for_the_one_before_and_training_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write = checkpoint_files.save_to
+    written: list[int] = []
+    reached_fifth = threading.Event()
+
+    def first_is_slow(contents: dict[str, Any], path: Path) -> None:
+        # Training that waited for this file would never reach its fifth step.
+        assert reached_fifth.wait(60)
+        write(contents, path)
+        written.append(contents["global_step"])
+
+    class Reaches(Small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                reached_fifth.set()
+                until_written()
+
+    monkeypatch.setattr(checkpoint_files, "save_to", first_is_slow)
+    fit(ExactCheckpoint(tmp_path, every="2"), kind=Reaches)
+    # Those of the second and fourth step wait, and become one.
+    assert written[:2] == [2, 5]
+    assert written[-1] == 8
+    told = capsys.readouterr().out
+    assert told.count("2 steps take less time than the disk needs for a save") == 1
+
+
+@pytest.mark.usefixtures("_every_save_is_large")
+def test_a_large_state_is_not_saved_after_each_short_epoch_but_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoint_files.save_to
+    written: list[int] = []
+
+    def slow(contents: dict[str, Any], path: Path) -> None:
+        # A hundred epochs would not be long enough for a save of this cost.
+        time.sleep(0.3)
+        write(contents, path)
+        written.append(contents["epoch"])
+
+    monkeypatch.setattr(checkpoint_files, "save_to", slow)
+    fit(ExactCheckpoint(tmp_path), steps=2, kind=WaitsForSaves, epochs=10)
+    assert written == [1, 10]
+    assert checkpoint(tmp_path / "last.ckpt")["global_step"] == 20
+
+
+def test_a_stop_that_the_disk_makes_slow_says_how_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stops(Small):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 4:
+                signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(run_files.RunFiles, "seconds_to_save", lambda self: 21.4)
+    with pytest.raises(SystemExit):
+        fit(ExactCheckpoint(tmp_path, every="2"), kind=Stops)
+    assert "is on the disk, in about 21 s." in capsys.readouterr().out
+    assert checkpoint(tmp_path / "last.ckpt")["global_step"] == 5
 
 
 @pytest.mark.usefixtures("_every_save_is_large")
@@ -116,7 +196,7 @@ def test_a_disk_that_fails_for_a_while_ends_no_run(
         write(contents, path)
 
     monkeypatch.setattr(checkpoint_files, "save_to", fails_every_third_time)
-    fit(ExactCheckpoint(tmp_path, every="1"))
+    fit(ExactCheckpoint(tmp_path, every="1"), kind=WaitsForSaves)
     told = capsys.readouterr().out
     assert tries == [1, 2, 3, 4, 5, 6, 7, 8, 8]
     assert told.count("nothing is saved:") == 3
@@ -138,7 +218,7 @@ def test_a_run_whose_last_state_cannot_be_saved_says_so_and_keeps_the_file_befor
 
     monkeypatch.setattr(checkpoint_files, "save_to", has_room_for_three_steps)
     with pytest.raises(NotSaved, match=r"its last state is not saved: .*No space left on device"):
-        fit(ExactCheckpoint(tmp_path, every="1"))
+        fit(ExactCheckpoint(tmp_path, every="1"), kind=WaitsForSaves)
     assert checkpoint(tmp_path / "last.ckpt")["global_step"] == 3
 
 

@@ -46,9 +46,24 @@ class Interval:
         """Whether a save is due at one of the steps after ``before``, up to ``now``."""
         return self.steps is not None and before // self.steps < now // self.steps
 
+    def tell_of_waiting(self) -> None:
+        """Say once that a save which is due waits for the disk."""
+        if not self._has_told:
+            self._has_told = True
+            say(
+                f"{self.steps} steps take less time than the disk needs for a save: the next one"
+                " waits until the file before is written. Training does not wait."
+            )
+
     def seconds_are_over(self, passed: float, costs: Costs) -> bool:
         """Whether so many seconds after a save the next one is due."""
         return self.steps is None and passed >= self.seconds_with(costs)
+
+    def is_too_soon(self, passed: float, costs: Costs) -> bool:
+        """Whether so many seconds after a save nobody needs the next one, since saves of a large
+        state would take too large a share.
+        """
+        return costs.last_background_seconds > 0 and passed < costs.last_seconds / LARGEST_SHARE
 
     def seconds_with(self, costs: Costs) -> float:
         """The seconds between two saves: the wish, or more where saves cost too large a share. Then
@@ -56,7 +71,7 @@ class Interval:
         """
         waited = costs.last_wait_seconds
         written = costs.last_background_seconds
-        needed = (waited + written) / LARGEST_SHARE
+        needed = costs.last_seconds / LARGEST_SHARE
         if needed <= self.seconds:
             return self.seconds
         if not self._has_told:

@@ -37,7 +37,8 @@ from unbroken.loading.log_steps import is_optimizer_step
 from unbroken.parts.declared import plain_state
 from unbroken.parts.loops import clean_counters
 from unbroken.stopping import signals
-from unbroken.stopping.ranks import of_all_ranks
+from unbroken.stopping.ranks import of_all_ranks, say
+from unbroken.stopping.signals import STOP_S
 from unbroken.stopping.stop import SAVE_DUE, NextBatch
 from unbroken.storage.checkpoint_files import CHOSEN, RUN_KEY
 from unbroken.version import __version__
@@ -98,14 +99,14 @@ class Saving:
         self._chosen = chosen
         self._began = time.monotonic()
         self._last_save = self._began
-        # Optimizer steps at the end of the last batch.
-        self._steps = 0
+        # Optimizer steps when a save was last due.
+        self._due_at = 0
 
     def training_starts(self, trainer: Trainer) -> None:
         """Count the time and the steps until the first save from here."""
         self._began = time.monotonic()
         self._last_save = self._began
-        self._steps = trainer.global_step
+        self._due_at = trainer.global_step
 
     # What is due
 
@@ -117,10 +118,18 @@ class Saving:
             return
         self._ending.agree(self._own_request(trainer))
         # Every rank counts the same steps. A batch may have several.
-        before = self._steps
-        self._steps = trainer.global_step
-        if self._interval.is_due_between(before, self._steps):
+        is_due = self._interval.is_due_between(self._due_at, trainer.global_step)
+        if is_due and not self._waits_for_disk():
             self._ending.request = max(self._ending.request, SAVE_DUE)
+
+    def _waits_for_disk(self) -> bool:
+        """Whether a save that is due waits for the one before, and training for neither. Every rank
+        calls it.
+        """
+        busy = of_all_ranks(self._own.files.is_busy, self._ending.group)
+        if any(busy):
+            self._interval.tell_of_waiting()
+        return any(busy)
 
     def next_batch(self, trainer: Trainer, has_one: bool) -> NextBatch:
         """Tell the other ranks whether this one has a further batch; the request goes along."""
@@ -149,8 +158,19 @@ class Saving:
             self.save_and_stop(trainer, self._kept.take(trainer, "batch"))
 
     def between_epochs(self, trainer: Trainer) -> None:
-        """Save and stop after an epoch."""
-        self.save_and_stop(trainer, self._kept.take(trainer, "epoch"))
+        """Save and stop after an epoch. A large state is saved less often than short epochs end."""
+        must = self._ending.request or self._following.is_new
+        if must or not self._is_too_soon():
+            self.save_and_stop(trainer, self._kept.take(trainer, "epoch"))
+
+    def _is_too_soon(self) -> bool:
+        """Whether the save before is not written yet, or so recent that another one would cost too
+        much. Every rank calls it.
+        """
+        files = self._own.files
+        passed = time.monotonic() - self._last_save
+        mine = files.is_busy or self._interval.is_too_soon(passed, files.costs)
+        return any(of_all_ranks(mine, self._ending.group))
 
     def training_ends(self, trainer: Trainer) -> None:
         """Save after the last epoch."""
@@ -166,12 +186,15 @@ class Saving:
         save of a run (``is_end``, or a stop) is on the disk when this returns.
         """
         stops = self._ending.is_asked_for
+        self._due_at = trainer.global_step
         if snapshot is not None and self._own.saves:
             wish = Wish(snapshot, self._following.is_new, self._can_go_on(trainer, snapshot))
             # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new
             # best.
             if wish.can_go_on or wish.is_best:
                 with self._pauses(trainer):
+                    if stops:
+                        self._tell_of_a_slow_end()
                     self._save(trainer, wish)
                     if stops or is_end:
                         self._settle(trainer, wish)
@@ -252,6 +275,17 @@ class Saving:
         if self._own.mirror is not None:
             # The mirror tells the step of last.ckpt.
             self._own.mirror.take(step)
+
+    def _tell_of_a_slow_end(self) -> None:
+        """Say so where the run cannot end in the time that a stop takes, because of the disk."""
+        files = self._own.files
+        seconds = files.seconds_to_save()
+        if seconds > STOP_S:
+            gib = files.costs.bytes / 2**30
+            say(
+                f"the run ends when its state of {gib:.1f} GiB is on the disk, in about"
+                f" {seconds:.0f} s."
+            )
 
     def _settle(self, trainer: Trainer, wish: Wish) -> None:
         """Wait until the last save of a run is on the disk. One that has failed is tried once more.

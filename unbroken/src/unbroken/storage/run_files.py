@@ -69,6 +69,12 @@ class RunFiles:
         """Whether a save is still on its way to the disk."""
         return self._writer.is_busy
 
+    def seconds_to_save(self) -> float:
+        """About how long a save takes from now on: as long as the last one, and once more where
+        that is still on its way. 0: nothing is known yet.
+        """
+        return self.costs.write_seconds * (2 if self.is_busy else 1)
+
     def wait(self) -> None:
         """Wait until the save that is under way is on the disk, or has failed."""
         self._writer.wait()
@@ -228,6 +234,11 @@ class Costs:
     write_seconds: float = 0.0
     last_background_seconds: float = 0.0
     bytes: int = 0
+
+    @property
+    def last_seconds(self) -> float:
+        """What the last save took: the wait, and the write beside the training."""
+        return self.last_wait_seconds + self.last_background_seconds
 
 
 def restored_by_lightning(trainer: Trainer) -> set[str]:
