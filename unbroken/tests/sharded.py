@@ -8,6 +8,8 @@ here it is the CPU's.
 from __future__ import annotations
 
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ def main() -> None:
     from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817
     from unbroken.checkpoint import sharding
     from unbroken.cli import start as command
+    from unbroken.storage import checkpoint_files, run_files
 
     given = FSDP.__init__
 
@@ -39,6 +42,15 @@ def main() -> None:
     FSDPPrecision.forward_context = autocast_on_the_cpu  # type: ignore[method-assign]
     StrategyRegistry.register("fsdp_on_cpu", sharding.ShardedStrategy)
     sharding.LARGE = 1000  # so that a small network is cut, too
+    # Saves are written while training goes on, and some steps late.
+    run_files.WRITTEN_AT_ONCE = 0
+    write = checkpoint_files.save_to
+
+    def write_late(contents: dict[str, Any], path: Path) -> None:
+        time.sleep(0.05)
+        write(contents, path)
+
+    checkpoint_files.save_to = write_late
     sys.argv += ["--strategy", "fsdp_on_cpu"]  # the last one counts
     command.run(fit.main)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from unbroken import ExactCheckpoint
@@ -20,7 +23,7 @@ from unbroken.errors import NotSaved
 from unbroken.storage import checkpoint_files, files, run_files
 from unbroken.storage.files import NotWritten, copy_atomically
 from unbroken.storage.run_files import Costs
-from unbroken.storage.staging import Staging, bytes_in
+from unbroken.storage.staging import Staging, bytes_in, place_of, places_made_for
 from unbroken.storage.writer import Writer
 
 from tests.commands import checkpoint
@@ -56,11 +59,18 @@ def until_written() -> None:
             thread.join()
 
 
-def fit(keep: ExactCheckpoint, steps: int = 8, kind: type[Small] = Small, epochs: int = 1) -> Small:
-    """Train so many epochs of ``steps`` steps, from the start."""
+def fit(
+    keep: ExactCheckpoint,
+    steps: int = 8,
+    kind: type[Small] = Small,
+    epochs: int = 1,
+    resume: bool = False,
+) -> Small:
+    """Train so many epochs of ``steps`` steps, from the start or where it was saved."""
     torch.manual_seed(1)
     module = kind()
     data = TensorDataset(torch.linspace(-1, 1, 3 * steps).reshape(steps, 3))
+    resumed = keep.resume_from if resume else None
     trainer = Trainer(
         max_epochs=epochs,
         accelerator="cpu",
@@ -69,7 +79,7 @@ def fit(keep: ExactCheckpoint, steps: int = 8, kind: type[Small] = Small, epochs
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(data, batch_size=1))
+    trainer.fit(module, DataLoader(data, batch_size=1), ckpt_path=resumed)
     return module
 
 
@@ -262,6 +272,65 @@ def test_a_copy_shares_what_its_tensors_share_and_uses_its_memory_again() -> Non
     again = staging.copy(state)
     assert again["whole"].data_ptr() == place
     assert not again["row"].any()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system tells no mapped pages")
+def test_a_resume_reads_the_weights_from_the_files_pages_and_keeps_nothing_of_it(
+    tmp_path: Path,
+) -> None:
+    keep = ExactCheckpoint(tmp_path, every="2")
+    fit(keep, 4)
+    is_mapped: dict[str, bool] = {}
+
+    class Looks(Small):
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            moments = checkpoint["optimizer_states"][0]["state"][0]["exp_avg"]
+            is_mapped["weights"] = lies_in(tmp_path / "last.ckpt", self.weights_of(checkpoint))
+            is_mapped["moments"] = lies_in(tmp_path / "last.ckpt", moments)
+
+        def weights_of(self, checkpoint: dict[str, Any]) -> Tensor:
+            weights: Tensor = checkpoint["state_dict"]["line.weight"]
+            return weights
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            trained = [*self.parameters(), self.optimizers().state[self.line.weight]["exp_avg"]]  # type: ignore[union-attr]
+            is_mapped["trained"] = any(lies_in(tmp_path / "last.ckpt", each) for each in trained)
+
+    fit(keep, 4, Looks, epochs=2, resume=True)
+    assert is_mapped == {"weights": True, "moments": False, "trained": False}
+
+
+def lies_in(path: Path, tensor: Tensor) -> bool:
+    """Whether a tensor lies on the pages of a file."""
+    place = tensor.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, _, end = line.split()[0].partition("-")
+        if str(path) in line and int(first, 16) <= place < int(end, 16):
+            return True
+    return False
+
+
+def test_what_fsdp_has_gathered_for_a_checkpoint_is_not_copied_and_all_else_is() -> None:
+    module = nn.BatchNorm1d(2)
+    optimizer = torch.optim.AdamW(module.parameters())
+    module(torch.randn(4, 2)).square().sum().backward()
+    optimizer.step()
+    trainer: Any = SimpleNamespace(strategy=FSDPStrategy(), optimizers=[optimizer])
+    trainer.strategy.model = module
+    gathered = torch.ones(2)
+    moments = {"exp_avg": torch.ones(2), "step": optimizer.state[module.weight]["step"]}
+    checkpoint = {
+        "state_dict": {"weight": gathered, "running_mean": module.running_mean},
+        "optimizer_states": [{"state": {0: moments}}],
+        "callbacks": {"average": torch.ones(2)},
+    }
+    private = places_made_for(checkpoint, trainer)
+    assert private == {place_of(gathered), place_of(moments["exp_avg"])}
+    copied = Staging().copy(checkpoint, private)
+    assert copied["state_dict"]["weight"].data_ptr() == gathered.data_ptr()
+    assert copied["state_dict"]["running_mean"].data_ptr() != module.running_mean.data_ptr()  # type: ignore[union-attr]
+    trainer.strategy = SingleDeviceStrategy()
+    assert places_made_for(checkpoint, trainer) == set()
 
 
 def test_the_bytes_of_a_state_are_counted_at_any_depth() -> None:

@@ -10,6 +10,7 @@ ends.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -89,16 +90,22 @@ class Seams:
 
         self._replace(strategy, "on_train_start", start)
 
-    def after_loading(self, act: Callable[[dict[str, Any]], None]) -> None:
-        """``act`` is called with a checkpoint that was read, before any hook gets it.
+    def around_loading(
+        self,
+        reading: Callable[[Any], AbstractContextManager[None]],
+        act: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """A checkpoint's file is read inside ``reading(path)``; ``act`` is called with what was
+        read, before any hook gets it.
 
         Lightning calls the module's ``on_load_checkpoint`` before that of any callback.
         """
         strategy: Any = self._trainer.strategy
         original = strategy.load_checkpoint
 
-        def load(*args: Any, **kwargs: Any) -> dict[str, Any]:
-            checkpoint: dict[str, Any] = original(*args, **kwargs)
+        def load(checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            with reading(checkpoint_path):
+                checkpoint: dict[str, Any] = original(checkpoint_path, *args, **kwargs)
             act(checkpoint)
             return checkpoint
 

@@ -264,7 +264,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if trainer.world_size > 1:
             group = self.ending.group
             seams.before_gathering(lambda tensor, of: compare_sizes(trainer, tensor, of or group))
-        seams.after_loading(lambda checkpoint: self._fill_in(trainer, checkpoint))
+        seams.around_loading(
+            partial(self.own.files.reading, trainer),
+            lambda checkpoint: self._fill_in(trainer, checkpoint),
+        )
 
     def _fill_in(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Put the objects of this start into a checkpoint that could not hold those of the last,

@@ -21,6 +21,7 @@ from unbroken.errors import UserError, without_control_characters
 from unbroken.parts.module import SPARSE, device_of, give_plain_buffers, make_buffer
 from unbroken.stopping.ranks import say
 from unbroken.storage.files import written_atomically
+from unbroken.storage.staging import Staging
 from unbroken.trust import keys
 from unbroken.trust.torch_file import Foreign, TooMuch, read_file
 
@@ -120,10 +121,14 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """What Lightning restores. A training keeps it, and the file may be replaced meanwhile: it
-        is in memory.
+        """What Lightning restores.
+
+        The weights stay on the file's pages, because the module copies them from there. All else is
+        in memory: an optimizer takes the tensors themselves, and a training keeps them.
         """
-        return read(Path(path), mapped=False)
+        mapped = read(Path(path))
+        weights = mapped.pop("state_dict")
+        return {"state_dict": weights, **Staging().copy(mapped)}
 
 
 class OneSave(TorchCheckpointIO):
@@ -437,14 +442,14 @@ class Unreadable(UserError):
     """The system cannot read a file now: no permission, no memory, a lost network drive."""
 
 
-def read(path: Path, check_sums: bool = False, mapped: bool = True) -> dict[str, Any]:
+def read(path: Path, check_sums: bool = False) -> dict[str, Any]:
     """A checkpoint's contents, on the CPU; nothing in it is executed. A UserError where it is
-    damaged, or is none. For the arguments see :func:`unbroken.trust.torch_file.read_file`.
+    damaged, or is none. For ``check_sums`` see :func:`unbroken.trust.torch_file.read_file`.
     """
     if not path.is_file():
         raise UserError(f"--ckpt_path: there is no checkpoint {path}.")
     try:
-        checkpoint = read_file(path, check_sums, mapped)
+        checkpoint = read_file(path, check_sums)
     except Exception as error:
         raise _unusable(path, error) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from unbroken.errors import UserError
 from unbroken.stopping.ranks import of_all_ranks, say
@@ -22,7 +24,7 @@ from unbroken.storage.checkpoint_files import (
     record_in,
 )
 from unbroken.storage.files import NotWritten, copy_atomically
-from unbroken.storage.staging import Staging, bytes_in
+from unbroken.storage.staging import Place, Staging, bytes_in, places_made_for
 from unbroken.storage.writer import Writer
 
 # Bytes of a state. Below, to write it takes less than a thread and a copy are worth.
@@ -129,8 +131,14 @@ class RunFiles:
             copy=self.last if is_best and is_last else None,
             when_saved=when_saved,
         )
-        begin_to_write = partial(self._begin_to_write, job)
-        one_save = OneSave(writer, restored_by_lightning(trainer), add_state, begin_to_write)
+        private: set[Place] = set()
+
+        def add_and_note(checkpoint: dict[str, Any]) -> dict[str, Any]:
+            private.update(places_made_for(checkpoint, trainer))
+            return add_state(checkpoint)
+
+        begin_to_write = partial(self._begin_to_write, job, private)
+        one_save = OneSave(writer, restored_by_lightning(trainer), add_and_note, begin_to_write)
         try:
             trainer.strategy.checkpoint_io = one_save
             trainer.save_checkpoint(job.target, weights_only=False)
@@ -150,8 +158,29 @@ class RunFiles:
                 raise UserError(f"{reason}. The run has stopped; nothing was saved.")
             raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
 
-    def _begin_to_write(self, job: WriteJob, checkpoint: dict[str, Any]) -> None:
-        """Write a plain checkpoint now, or copy it and let the thread write it."""
+    @contextmanager
+    def reading(self, trainer: Trainer, path: Any) -> Iterator[None]:
+        """Inside, a plain Trainer reads a checkpoint of this run as :class:`AtomicCheckpointIO`
+        does, with no copy of the weights in memory. Any other file, and where the user has chosen a
+        CheckpointIO, the Trainer reads in its own way.
+        """
+        theirs = trainer.strategy.checkpoint_io
+        is_own = Path(path).absolute() in (self.last, self.best)
+        if not is_own or type(theirs) is not TorchCheckpointIO:
+            yield
+            return
+        trainer.strategy.checkpoint_io = self._own_io
+        try:
+            yield
+        finally:
+            trainer.strategy.checkpoint_io = theirs
+
+    def _begin_to_write(
+        self, job: WriteJob, private: Collection[Place], checkpoint: dict[str, Any]
+    ) -> None:
+        """Write a plain checkpoint now, or copy it and let the thread write it. What is
+        ``private`` to it need not be copied.
+        """
         self._writer.wait()
         size = bytes_in(checkpoint)
         self.costs.bytes = size
@@ -159,7 +188,7 @@ class RunFiles:
             self._write(job, checkpoint)
             self.costs.last_background_seconds = 0.0
             return
-        staged = self._staging.copy(checkpoint)
+        staged = self._staging.copy(checkpoint, private)
 
         def write_staged() -> None:
             self._staging.wait()

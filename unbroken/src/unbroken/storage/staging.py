@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 
 # Containers of a checkpoint, which holds plain values only
 MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple)
+# Device, address and bytes of a storage
+Place = tuple[str, int, int]
 
 
 class Staging:
@@ -28,15 +33,18 @@ class Staging:
         # By the bytes that each holds: memory of the copy before.
         self._free: dict[int, list[torch.UntypedStorage]] = {}
         self._used: dict[int, list[torch.UntypedStorage]] = {}
-        self._copies: dict[tuple[str, int, int], torch.UntypedStorage] = {}
+        self._copies: dict[Place, torch.UntypedStorage] = {}
+        self._private: Collection[Place] = ()
         self._copied_on: set[torch.device] = set()
 
-    def copy(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def copy(self, checkpoint: dict[str, Any], private: Collection[Place] = ()) -> dict[str, Any]:
         """A copy that training cannot change. The one before is overwritten.
 
         Args:
             checkpoint: Plain values and tensors, nested.
+            private: Memory that nobody else holds, so that it need not be copied.
         """
+        self._private = private
         # What the last copy did not need is let go of.
         self._free = self._used
         self._used = {}
@@ -70,8 +78,10 @@ class Staging:
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided:
             return tensor.detach().to("cpu", copy=True)
+        place = place_of(tensor)
+        if place in self._private:
+            return tensor.detach()
         storage = tensor.untyped_storage()
-        place = (str(tensor.device), storage.data_ptr(), storage.nbytes())
         copy = self._copies.get(place)
         if copy is None:
             copy = self._memory(storage)
@@ -97,6 +107,38 @@ class Staging:
                 memory = memory.pin_memory()
         self._used.setdefault(size, []).append(memory)
         return memory
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Where a dense tensor has its memory."""
+    storage = tensor.untyped_storage()
+    return str(tensor.device), storage.data_ptr(), storage.nbytes()
+
+
+def dense_in(value: Any) -> Iterator[Tensor]:
+    """The dense tensors in nested plain values."""
+    if isinstance(value, Tensor):
+        if value.layout == torch.strided:
+            yield value
+    elif isinstance(value, (*MAPPINGS, *SEQUENCES)):
+        for item in value.values() if isinstance(value, MAPPINGS) else value:
+            yield from dense_in(item)
+
+
+def places_made_for(checkpoint: dict[str, Any], trainer: Trainer) -> set[Place]:
+    """Where a checkpoint, as Lightning has made it, has memory that nobody else holds: FSDP has
+    gathered it for this checkpoint. Of any other strategy there is none.
+    """
+    if not isinstance(trainer.strategy, FSDPStrategy):
+        return set()
+    model: Any = trainer.strategy.model
+    states = [optimizer.state_dict()["state"] for optimizer in trainer.optimizers]
+    # Buffers and counters of steps are handed out as they are.
+    theirs = [list(model.parameters()), list(model.buffers()), states]
+    made = [checkpoint["state_dict"], checkpoint.get("optimizer_states", [])]
+    return {place_of(each) for each in dense_in(made)} - {
+        place_of(each) for each in dense_in(theirs)
+    }
 
 
 def bytes_in(value: Any) -> int:

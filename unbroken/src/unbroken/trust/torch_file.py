@@ -103,14 +103,15 @@ class Storage(NamedTuple):
     dtype: torch.dtype
 
 
-def read_file(path: Path, check_sums: bool = False, mapped: bool = True) -> Any:
+def read_file(path: Path, check_sums: bool = False) -> Any:
     """What a file of ``torch.save`` holds, on the CPU. It is opened once.
+
+    Tensors stay on the file's pages. They outlive the file, as long as it is replaced and not
+    written into.
 
     Args:
         path: The file.
         check_sums: Whether each byte is compared with the file's own sums. This reads all of it.
-        mapped: Whether tensors stay on the file's pages. They outlive the file, as long as the file
-            is replaced and not written into. Else their bytes are copied into memory.
 
     Raises:
         NoArchive: It is damaged, or nothing that ``torch.save`` has written.
@@ -126,7 +127,7 @@ def read_file(path: Path, check_sums: bool = False, mapped: bool = True) -> Any:
         if check_sums:
             refuse_wrong_sums(file, entries)
     # Windows replaces no file that is mapped.
-    return Reader(data, entries, copied=not mapped or os.name == "nt").read()
+    return Reader(data, entries, copied=os.name == "nt").read()
 
 
 def _pages(file: BinaryIO) -> memoryview:
