@@ -1,8 +1,9 @@
 """A training that a power cut ends: power_cut_script FOLDER NOTES BOUNDARY WORLD [MIRROR].
 
-Without a boundary (0) it trains to its end. In both cases NOTES gets a line for the step at which
-it began, for each save that was on the disk, and for each boundary. With a mirror the boundaries
-are those of the mirror's store, and nothing but the process is lost.
+NOTES gets a line for the step at which it began, for each save that was on the disk, and for each
+boundary. Without a boundary (0) it trains to its end. With a mirror the boundaries are those of the
+mirror's store, and nothing but the process is lost. FROZEN_MIB in the environment: the module has
+so much of frozen weights, which take a while to write.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer, seed_everything
+from torch import nn
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.saving import Saving
 from unbroken.mirror import copying
@@ -71,6 +73,15 @@ class StoreBoundaries:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Frozen(Regression):
+    """The regression beside frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mib = int(os.environ.get("FROZEN_MIB", "0"))
+        self.frozen = nn.Parameter(torch.ones(mib * 2**18), requires_grad=False)
+
+
 def main() -> None:
     """Train."""
     folder, notes, last, world = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -107,7 +118,7 @@ def main() -> None:
         else:
             copying.FIRST_PAUSE_S = 0.1
             StoreBoundaries(notes, last).watch(patch)
-        trainer.fit(Regression(), ckpt_path=path)
+        trainer.fit(Frozen(), ckpt_path=path)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,10 @@ from tests.commands import checkpoint, kill_group, start
 from tests.power_cut import WORLDS, PowerCut
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
+# WRITE_KILLS=100 sends more, and WRITE_KILLS_SEED others.
+KILLS = int(os.environ.get("WRITE_KILLS", "12"))
+SEED = int(os.environ.get("WRITE_KILLS_SEED", "0"))
+KILLS_OF_A_RUN = 4
 SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step")
 
 
@@ -105,6 +112,56 @@ def run(folder: Path, notes: Path, *words: str) -> int:
     except Exception:
         kill_group(process)
         raise AssertionError(log.read_text()[-3000:]) from None
+
+
+def kill_in_a_run(folder: Path, notes: Path, chance: random.Random) -> bool | None:
+    """Train, and kill the process: inside a write, or at any moment.
+
+    Returns whether a file was being written. None: the run has ended before.
+    """
+    command = [sys.executable, "-m", "tests.power_cut_script", str(folder), str(notes), "0", "no"]
+    process = start(command, notes.with_suffix(".log"))
+    in_a_write = chance.random() < 0.6
+    begun = time.monotonic()
+    seconds = chance.uniform(0.0, 1.5)
+    while process.poll() is None and time.monotonic() - begun < 60:
+        has_passed = not in_a_write and time.monotonic() - begun > seconds
+        if has_passed or (in_a_write and any(folder.glob(".*.ckpt.*.part"))):
+            break
+    kill_group(process)
+    if process.wait(timeout=60) != -signal.SIGKILL:
+        return None
+    # What the killed process was writing lies there for ever.
+    return any(folder.glob(".*.ckpt.*.part"))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1500)
+def test_a_training_that_is_killed_while_files_are_written_resumes_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FROZEN_MIB", "64")
+    assert run(tmp_path / "undisturbed", tmp_path / "notes", "0", "no") == 0
+    chance = random.Random(SEED)
+    found: list[bool] = []
+    number = 0
+    while len(found) < KILLS:
+        number += 1
+        folder, notes = tmp_path / f"run{number}", tmp_path / f"notes{number}"
+        for _ in range(KILLS_OF_A_RUN):
+            was_in_a_write = kill_in_a_run(folder, notes, chance)
+            if was_in_a_write is None:
+                break
+            found.append(was_in_a_write)
+        assert run(folder, notes, "0", "no") == 0, notes.with_suffix(".log").read_text()[-3000:]
+        assert_same_end(tmp_path / "undisturbed", folder)
+        saved = [int(step) for step in noted(notes, "saved") if step != "None"]
+        begun = [int(step) for step in noted(notes, "begun")]
+        assert begun == sorted(begun), f"a save was lost: {begun}"
+        assert len(saved) > 0
+        shutil.rmtree(folder)
+    print(f"{len(found)} kills, {sum(found)} of them inside a write; {number} runs")
+    assert sum(found) >= KILLS // 3
 
 
 def noted(notes: Path, kind: str) -> list[str]:
