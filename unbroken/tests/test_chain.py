@@ -7,6 +7,7 @@ from __future__ import annotations
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numerals
@@ -296,3 +297,10 @@ def test_what_is_no_tensor_counts_in_a_batch() -> None:
     tensors, rest = tensors_and_plain({**batch, "image": torch.ones(2, 1)})
     assert len(tensors) == 1
     assert rest != tensors_and_plain(batch)[1]
+
+
+def test_the_size_of_a_module_with_a_sparse_buffer_is_known() -> None:
+    module = Regression()
+    module.register_buffer("links", torch.eye(3).to_sparse())
+    trainer: Any = SimpleNamespace(lightning_module=module)
+    assert not windows.is_large(trainer)

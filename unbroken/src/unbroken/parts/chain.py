@@ -192,7 +192,8 @@ def is_large(trainer: Trainer) -> bool:
     """Whether to look at all weights takes too long for every hundred steps, and for a save."""
     module = trainer.lightning_module
     tensors = [each for each in (*module.parameters(), *module.buffers()) if not is_lazy(each)]
-    return sum(each.nbytes for each in tensors) > LARGE_BYTES
+    # A sparse tensor has no bytes of its own to ask for.
+    return sum(each.numel() * each.element_size() for each in tensors) > LARGE_BYTES
 
 
 def digests_of_now(trainer: Trainer, window: OpenWindow) -> tuple[int, ...]:
