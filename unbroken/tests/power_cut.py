@@ -29,13 +29,16 @@ class PowerCut:
     Args:
         folder: All that lies in it now counts as flushed. Folders in it are left out.
         act: Called at each boundary, with this object. It may end the process.
+        writes: One of so many writes has a boundary inside. A checkpoint is hundreds of them.
 
     Attributes:
         boundaries: The name of each boundary so far.
     """
 
-    def __init__(self, folder: Path, act: Callable[[PowerCut], None]) -> None:
+    def __init__(self, folder: Path, act: Callable[[PowerCut], None], writes: int = 1) -> None:
         self.boundaries: list[str] = []
+        self._every = writes
+        self._writes = itertools.count()
         self._folder = folder
         self._act = act
         self._numbers = itertools.count()
@@ -129,7 +132,8 @@ class PowerCut:
             rest = memoryview(data).cast("B")
             half = len(rest) // 2
             write(writes, rest[:half])
-            self._boundary("inside a write")
+            if next(self._writes) % self._every == 0:
+                self._boundary("inside a write")
             write(writes, rest[half:])
             return len(data)
 

@@ -88,10 +88,10 @@ def main() -> None:
     mirror = sys.argv[5] if len(sys.argv) > 5 else None
     seed_everything(7, verbose=False)
     torch.set_num_threads(1)
-    keep = ExactCheckpoint(folder, monitor="val_loss", mode="min", every="4", mirror=mirror)
+    keep = ExactCheckpoint(folder, monitor="val_loss", mode="min", every="2", mirror=mirror)
     trainer = Trainer(
         max_epochs=2,
-        limit_train_batches=6,
+        limit_train_batches=3,
         accelerator="cpu",
         callbacks=[keep],
         logger=False,
@@ -114,7 +114,7 @@ def main() -> None:
 
         note_saves(patch, notes)
         if mirror is None:
-            PowerCut(folder, act).watch(patch)
+            PowerCut(folder, act, writes=50).watch(patch)
         else:
             copying.FIRST_PAUSE_S = 0.1
             StoreBoundaries(notes, last).watch(patch)
