@@ -46,7 +46,7 @@ from unbroken.trust.archive import END, ENTRY, LOCAL, NoArchive
 from unbroken.trust.places import is_inside, is_place
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger, is_allowed
-from unbroken.trust.torch_file import read_file
+from unbroken.trust.torch_file import Foreign, TooMuch, read_file
 
 from tests.commands import checkpoint
 
@@ -1197,6 +1197,116 @@ def pickled_alone_in(path: Path, pickled: bytes) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/data.pkl", pickled)
     return path
+
+
+def number(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def together(*values: bytes) -> bytes:
+    return b"(" + b"".join(values) + b"t"
+
+
+def numbers(*values: int) -> bytes:
+    return together(*map(number, values))
+
+
+def called(name: str, *arguments: bytes) -> bytes:
+    module, _, last = name.rpartition(".")
+    return f"c{module}\n{last}\n".encode() + together(*arguments) + b"R"
+
+
+def forged_tensor(size: bytes, stride: bytes, offset: bytes = number(0), count: int = 4) -> bytes:
+    """A tensor on a storage of so many float32."""
+    parts = (u("storage"), b"ctorch\nFloatStorage\n", u(str(count)), u("cpu"), number(count))
+    stored = together(*parts) + b"Q"
+    tensor = "torch._utils._rebuild_tensor_v2"
+    return called(tensor, stored, offset, size, stride, b"\x89", called("collections.OrderedDict"))
+
+
+def pickled_with_storages(path: Path, value: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02" + value + b".")
+        for count in (0, 4):
+            archive.writestr(f"a/data/{count}", bytes(4 * count))
+    return path
+
+
+ONE = numbers(1)
+OUTSIDE: dict[str, bytes] = {
+    "on nothing": forged_tensor(numbers(2, 3), numbers(3, 1), count=0),
+    "far apart on nothing": forged_tensor(numbers(2), numbers(2**28), count=0),
+    "behind nothing": forged_tensor(ONE, ONE, number(2**20), count=0),
+    "longer": forged_tensor(numbers(5), ONE),
+    "far apart": forged_tensor(numbers(2), numbers(2**28)),
+    "very far apart": forged_tensor(numbers(2, 2), numbers(2**62, 2**62)),
+    "behind": forged_tensor(ONE, ONE, number(4)),
+    "before": forged_tensor(ONE, ONE, number(-1)),
+    "a negative size": forged_tensor(numbers(-1, -1), numbers(1, 1)),
+    "a negative stride": forged_tensor(numbers(2), numbers(-1), number(3)),
+    "fewer strides": forged_tensor(numbers(2, 2), ONE),
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_a_tensor_lies_inside_its_storage(kind: str, tmp_path: Path) -> None:
+    with pytest.raises((Foreign, TooMuch)):
+        read_file(pickled_with_storages(tmp_path / "x.pt", OUTSIDE[kind]))
+
+
+def test_a_tensor_at_the_end_of_its_storage_or_of_no_values_is_read(tmp_path: Path) -> None:
+    whole = {
+        (2,): forged_tensor(numbers(2), numbers(3)),
+        (1,): forged_tensor(ONE, numbers(2**40), number(3)),
+        (0, 3): forged_tensor(numbers(0, 3), numbers(3, 1), number(9), count=0),
+    }
+    for size, value in whole.items():
+        assert read_file(pickled_with_storages(tmp_path / "x.pt", value)).shape == size
+
+
+TEXT = u("a")
+FLAT = forged_tensor(ONE, ONE)
+LAYOUT = called("torch.serialization._get_layout", u("torch.sparse_coo"))
+MANY = number(4 * 10**9)
+# Each would be multiplied, compared or walked through as something else than it should be.
+WRONG_ARGUMENTS: dict[str, bytes] = {
+    "a text as a size": forged_tensor(together(TEXT, MANY), ONE),
+    "a list as a size": forged_tensor(together(b"]K\x00a", MANY), ONE),
+    "a size that is a text": forged_tensor(TEXT, ONE),
+    "a truth as a size": forged_tensor(b"\x88\x85", ONE),
+    "a text as a stride": forged_tensor(ONE, TEXT + b"\x85"),
+    "a text as an offset": forged_tensor(ONE, ONE, TEXT),
+    "a hundred dimensions": forged_tensor(numbers(*[1] * 100), numbers(*[1] * 100)),
+    "no arguments": called("torch._utils._rebuild_tensor_v2"),
+    "a parameter of a number": called("torch._utils._rebuild_parameter", number(1), b"\x89", b"N"),
+    "a parameter that may": called("torch._utils._rebuild_parameter", FLAT, number(1), b"N"),
+    "a sparse one of lists": called(
+        "torch._utils._rebuild_sparse_tensor", LAYOUT, together(b"]", b"]", ONE, b"\x88")
+    ),
+    "a sparse one without layout": called("torch._utils._rebuild_sparse_tensor", TEXT, b")"),
+    "a layout that is none": called("torch.serialization._get_layout", b"]"),
+    "a size of texts": called("torch.Size", TEXT + b"\x85"),
+    "a size of a list": called("torch.Size", b"]"),
+    "a long device": called("torch.device", u("cuda:" + "9" * 100)),
+    "a device of a number": called("torch.device", number(2**40)),
+    "an ordered dictionary of pairs": called("collections.OrderedDict", b"]"),
+    "a counter of a text": called("collections.Counter", TEXT),
+    "a set of a text": called("__builtin__.set", TEXT),
+    "a complex number of texts": called("__builtin__.complex", u("1" * 100), TEXT),
+    "bytes of a number": called("__builtin__.bytes", MANY),
+    "an encoding": called("_codecs.encode", TEXT, u("hex")),
+    "an encoded number": called("_codecs.encode", MANY, u("latin1")),
+    "a storage that is a text": u("abcde") + b"Q",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_ARGUMENTS)
+def test_arguments_are_looked_at_before_anything_is_done_with_them(
+    kind: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Foreign):
+        read_file(pickled_with_storages(tmp_path / "x.pt", WRONG_ARGUMENTS[kind]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures memory")
