@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch import LightningModule
 from numerals.fit import job as fit
 from torch import nn
 from unbroken.cli import start as entry
@@ -39,9 +40,16 @@ from unbroken.commands.predict import command as predict
 from unbroken.commands.runs import command as runs
 from unbroken.commands.runs.saved_run import WithoutAliases
 from unbroken.errors import UserError, without_control_characters
-from unbroken.storage.checkpoint_files import AtomicCheckpointIO, is_own, read, record
+from unbroken.storage import checkpoint_files
+from unbroken.storage.checkpoint_files import (
+    AtomicCheckpointIO,
+    is_own,
+    load_weights,
+    read,
+    record,
+)
 from unbroken.tasks.by_name import imports_judged_by, named_class
-from unbroken.trust import keys
+from unbroken.trust import keys, torch_file
 from unbroken.trust.archive import END, ENTRY, LOCAL, NoArchive
 from unbroken.trust.places import is_inside, is_place
 from unbroken.trust.sizes import bounded_by
@@ -188,6 +196,8 @@ class Planted(nn.Module):
         Path(CANARY).touch()
 
 
+# What steers how weights are loaded, in what nn.Module knows of a part
+STEERED = {"assign_to_params_buffers": True}
 COMMAND = {"args": f"touch {CANARY}", "shell": True}
 POPEN = spec("subprocess.Popen", **COMMAND)
 # What once ran something, wrote, fetched or took memory. All is refused by test, predict, export.
@@ -956,12 +966,119 @@ def test_a_changed_entry_makes_a_file_a_strangers(trained: Path) -> None:
         lambda contents: contents["run"]["state"].update(more=1),
         lambda contents: contents["optimizer_states"][0].update(more=True),
         lambda contents: contents["run"].update(run_name="other"),
+        lambda contents: vars(contents["state_dict"])["_metadata"][""].update(STEERED),
+        lambda contents: vars(contents["state_dict"])["_metadata"][""].update(version=0),
+        lambda contents: vars(contents["state_dict"]).update(more=1),
+        lambda contents: next(iter(contents["state_dict"].values())).requires_grad_(),
     ]
     for change in changes:
         contents = checkpoint(trained)
         assert is_own(contents)
         change(contents)
         assert not is_own(contents)
+
+
+def sealed_by_an_older_version(contents: dict[str, Any]) -> dict[str, Any]:
+    contents["run"]["seal"] = None
+    contents["run"]["seal"] = f"all:{keys.seal(checkpoint_files._all_sealed_before(contents))}"
+    return contents
+
+
+def test_what_an_older_version_has_sealed_is_ones_own_with_the_attributes_of_then(
+    trained: Path,
+) -> None:
+    contents = sealed_by_an_older_version(checkpoint(trained))
+    assert is_own(contents)
+    vars(contents["state_dict"])["_metadata"][""].update(STEERED)
+    assert not is_own(contents)
+    contents = sealed_by_an_older_version(checkpoint(trained))
+    contents["run"]["config"] = OrderedDict(contents["run"]["config"])
+    contents = sealed_by_an_older_version(contents)
+    assert is_own(contents)
+    vars(contents["run"]["config"])["more"] = 1
+    assert not is_own(contents)
+    contents = sealed_by_an_older_version(checkpoint(trained))
+    contents["run"]["seal"] = contents["run"]["seal"].replace("all:", "seal:1:x:")
+    assert not is_own(contents), "the text of the new seal is none of an older version"
+
+
+def in_a_file(path: Path, contents: dict[str, Any]) -> Path:
+    torch.save(contents, path)
+    return path
+
+
+def test_a_strangers_values_are_bounded_and_ones_own_are_not(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.ckpt"
+    contents = checkpoint(trained)
+    storages = len(zipfile.ZipFile(trained).namelist())
+    many = torch_file.STEPS_OF_STORAGE * storages + 4000
+    contents["callbacks"]["more"] = [1.5] * many
+    monkeypatch.setattr(torch_file, "MOST_STEPS", 3000)
+    AtomicCheckpointIO().write(contents, path)
+    assert record(path)["is_own"]
+    refused = "claims more than it can hold .it has very many values beside its tensors"
+    contents["callbacks"]["more"][0] = 2.5
+    with pytest.raises(UserError, match=refused):
+        read(in_a_file(path, contents))
+    assert is_own(read(in_a_file(path, sealed_by_an_older_version(contents))))
+    contents["callbacks"]["more"][0] = 3.5
+    with pytest.raises(UserError, match=refused):
+        read(in_a_file(path, contents))
+    contents["run"]["seal"] = None
+    with pytest.raises(UserError, match=refused):
+        read(in_a_file(path, contents))
+    contents["callbacks"]["more"] = "x" * (torch_file.BYTES_OF_STEP * 2 * many)
+    with pytest.raises(UserError, match=refused):
+        read(in_a_file(path, contents))
+
+
+def test_very_many_values_of_a_stranger_are_refused_in_a_moment(tmp_path: Path) -> None:
+    value = b"\x80\x02](" + b"N" * 4_000_000 + b"e."
+    path = pickled_alone_in(tmp_path / "x.ckpt", value)
+    began = time.process_time()
+    with pytest.raises(UserError, match="very many values"):
+        read(path)
+    # It took three seconds to read them, and thirty until they were looked through.
+    assert time.process_time() - began < 1.5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fits"),
+    [
+        (torch.float64, True),
+        (torch.float8_e4m3fn, True),
+        (torch.int64, True),
+        (torch.complex64, False),
+    ],
+)
+def test_a_strangers_weights_are_numbers_of_the_modules_own_kind(
+    dtype: torch.dtype, fits: bool, tmp_path: Path
+) -> None:
+    module = LightningModule()
+    module.layer = nn.Linear(2, 1)
+    before = module.layer.weight
+    weights: Any = module.state_dict()
+    weights["layer.weight"] = torch.ones(1, 2).to(dtype)
+    weights._metadata["layer"] = {"version": 1} | STEERED
+    path = in_a_file(tmp_path / "x.ckpt", {"state_dict": weights, "loops": {}})
+    if fits:
+        assert load_weights(module, path, own=False)
+    else:
+        with pytest.raises(UserError, match=r"layer\.weight is complex64 and not float32"):
+            load_weights(module, path, own=False)
+    assert module.layer.weight is before
+    assert before.dtype is torch.float32
+    assert module.layer(torch.ones(1, 2)).shape == (1, 1)
+
+
+@pytest.mark.parametrize("entry_of_run", ["config", "metrics", "versions", "state", "chosen"])
+def test_what_a_run_records_has_names(entry_of_run: str, trained: Path, tmp_path: Path) -> None:
+    contents = checkpoint(trained)
+    contents["run"].setdefault(entry_of_run, {})[1] = 2
+    with pytest.raises(UserError, match=rf"its entry run\.{entry_of_run} is not what this project"):
+        record(in_a_file(tmp_path / "x.ckpt", contents))
 
 
 def test_a_key_in_the_environment_is_shared_by_those_who_have_it(

@@ -40,6 +40,16 @@ FREE_BYTES = 64 * 2**20
 # that stands in several places is written once.
 FREE_STEPS = 2**20
 MOST_STEPS_PER_BYTE = 3
+# A file of a stranger may have this many steps that build its values: a number is one, a text two.
+# A tensor takes about thirty.
+MOST_STEPS = 400_000
+STEPS_OF_STORAGE = 64
+# The most bytes that these steps take on average. A text may be long.
+BYTES_OF_STEP = 50
+MANY_VALUES = (
+    "it has very many values beside its tensors, and no seal of yours: a run with a key of yours"
+    " (UNBROKEN_KEY) may have them"
+)
 # No value of a file is this object.
 END = object()
 # What a value takes, in bytes
@@ -109,7 +119,12 @@ class Storage(NamedTuple):
 
 
 def read_file(path: Path, check_sums: bool = False) -> Any:
-    """What a file of ``torch.save`` holds, on the CPU. It is opened once.
+    """What a file of ``torch.save`` holds, on the CPU. See :func:`opened`."""
+    return opened(path, check_sums).read()
+
+
+def opened(path: Path, check_sums: bool = False) -> Reader:
+    """The reader of a file of ``torch.save``, which is opened once.
 
     Tensors stay on the file's pages. They outlive the file, as long as it is replaced and not
     written into.
@@ -120,7 +135,7 @@ def read_file(path: Path, check_sums: bool = False) -> Any:
 
     Raises:
         NoArchive: It is damaged, or nothing that ``torch.save`` has written.
-        Foreign: It holds something else than plain values.
+        Foreign: It holds something else than plain values. This and what follows the reader raises.
         TooMuch: It claims to hold more than it can.
         ValueError, TypeError, ...: Its pickle makes no sense.
     """
@@ -132,7 +147,7 @@ def read_file(path: Path, check_sums: bool = False) -> Any:
         if check_sums:
             refuse_wrong_sums(file, entries)
     # Windows replaces no file that is mapped.
-    return Reader(data, entries, copied=os.name == "nt").read()
+    return Reader(data, entries, copied=os.name == "nt")
 
 
 def _pages(file: BinaryIO) -> memoryview:
@@ -152,7 +167,13 @@ def read_bytes(data: memoryview) -> Any:
 
 
 class Reader:
-    """Builds the values of one file."""
+    """Builds the values of one file.
+
+    Attributes:
+        pickle: The bytes that describe the values.
+        steps: How many steps it took to build them.
+        usual_steps: How many a stranger's file may take.
+    """
 
     def __init__(self, data: memoryview, entries: dict[str, Entry], copied: bool) -> None:
         root = next(iter(entries)).partition("/")[0]
@@ -166,9 +187,11 @@ class Reader:
         order = entries.get(f"{root}/byteorder")
         if order is not None and bytes(self._slice(order)) != b"little":
             raise NoArchive("it was saved on a machine with another order of bytes")
-        self._pickle = bytes(self._slice(entry))
-        self._left = FREE_BYTES + len(data) + MOST_TIMES * len(self._pickle)
+        self.pickle = bytes(self._slice(entry))
+        self._left = FREE_BYTES + len(data) + MOST_TIMES * len(self.pickle)
         self._at = 0
+        self.steps = 0
+        self.usual_steps = MOST_STEPS + STEPS_OF_STORAGE * len(entries)
         self.stack: list[Any] = []
         # What stood below a mark
         self._below: list[list[Any]] = []
@@ -180,19 +203,28 @@ class Reader:
     def _slice(self, entry: Entry) -> memoryview:
         return self._data[entry.start : entry.start + entry.size]
 
-    def read(self) -> Any:
-        """The value that the pickle describes."""
-        while True:
-            code = self._pickle[self._at]
+    def read(self, most_steps: int | None = None) -> Any:
+        """The value that the pickle describes.
+
+        Args:
+            most_steps: TooMuch where it takes more.
+        """
+        if most_steps is not None and len(self.pickle) > BYTES_OF_STEP * most_steps:
+            raise TooMuch(MANY_VALUES)
+        for step in range(len(self.pickle) if most_steps is None else most_steps):
+            code = self.pickle[self._at]
             self._at += 1
             if code == STOP:
+                self.steps = step
                 break
             act = OPCODES.get(code)
             if act is None:
                 raise Foreign(f"opcode {code}")
             act(self)
+        else:
+            raise TooMuch(MANY_VALUES)
         (value,) = self.stack
-        refuse_what_is_no_data(value, FREE_STEPS + MOST_STEPS_PER_BYTE * len(self._pickle))
+        refuse_what_is_no_data(value, FREE_STEPS + MOST_STEPS_PER_BYTE * len(self.pickle))
         return value
 
     # Small steps of the opcodes below
@@ -205,7 +237,7 @@ class Reader:
 
     def take(self, count: int) -> bytes:
         """The next bytes of the pickle."""
-        found = self._pickle[self._at : self._at + count]
+        found = self.pickle[self._at : self._at + count]
         if len(found) != count:
             raise NoArchive("its data.pkl ends too early")
         self._at += count
@@ -218,8 +250,8 @@ class Reader:
 
     def line(self) -> str:
         """The next line of the pickle."""
-        end = self._pickle.index(b"\n", self._at)
-        text = self._pickle[self._at : end].decode()
+        end = self.pickle.index(b"\n", self._at)
+        text = self.pickle[self._at : end].decode()
         self._at = end + 1
         return text
 
