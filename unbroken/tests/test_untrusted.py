@@ -1023,6 +1023,10 @@ def test_a_strangers_values_are_bounded_and_ones_own_are_not(
     with pytest.raises(UserError, match=refused):
         read(in_a_file(path, contents))
     assert is_own(read(in_a_file(path, sealed_by_an_older_version(contents))))
+    monkeypatch.setenv(keys.KEY_VARIABLE, "short")
+    with pytest.raises(UserError, match="UNBROKEN_KEY must be a secret"):
+        read(path)
+    monkeypatch.delenv(keys.KEY_VARIABLE)
     contents["callbacks"]["more"][0] = 3.5
     with pytest.raises(UserError, match=refused):
         read(in_a_file(path, contents))

@@ -563,6 +563,9 @@ def read(path: Path, check_sums: bool = False) -> dict[str, Any]:
         raise UserError(f"--ckpt_path: there is no checkpoint {path}.")
     try:
         checkpoint = _read_plain(path, check_sums)
+    except UserError:
+        # It is about the user's key.
+        raise
     except Exception as error:
         raise _unusable(path, error) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():

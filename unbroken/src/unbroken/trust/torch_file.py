@@ -44,6 +44,8 @@ MOST_STEPS_PER_BYTE = 3
 # A tensor takes about thirty.
 MOST_STEPS = 400_000
 STEPS_OF_STORAGE = 64
+# More than a file has. Entries that nobody uses would allow any number of steps.
+MOST_STORAGES = 50_000
 # The most bytes that these steps take on average. A text may be long.
 BYTES_OF_STEP = 50
 MANY_VALUES = (
@@ -191,7 +193,7 @@ class Reader:
         self._left = FREE_BYTES + len(data) + MOST_TIMES * len(self.pickle)
         self._at = 0
         self.steps = 0
-        self.usual_steps = MOST_STEPS + STEPS_OF_STORAGE * len(entries)
+        self.usual_steps = MOST_STEPS + STEPS_OF_STORAGE * min(len(entries), MOST_STORAGES)
         self.stack: list[Any] = []
         # What stood below a mark
         self._below: list[list[Any]] = []
