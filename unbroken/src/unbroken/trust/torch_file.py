@@ -42,7 +42,7 @@ FREE_STEPS = 2**20
 MOST_STEPS_PER_BYTE = 3
 # A file of a stranger may have this many steps that build its values: a number is one, a text two.
 # A tensor takes about thirty.
-MOST_STEPS = 400_000
+MOST_STEPS = 200_000
 STEPS_OF_STORAGE = 64
 # More than a file has. Entries that nobody uses would allow any number of steps.
 MOST_STORAGES = 50_000
