@@ -26,6 +26,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning.pytorch import LightningModule
 from numerals.fit import job as fit
 from torch import nn
 from unbroken.cli import start as entry
@@ -39,14 +40,21 @@ from unbroken.commands.predict import command as predict
 from unbroken.commands.runs import command as runs
 from unbroken.commands.runs.saved_run import WithoutAliases
 from unbroken.errors import UserError, without_control_characters
-from unbroken.storage.checkpoint_files import AtomicCheckpointIO, is_own, read, record
+from unbroken.storage import checkpoint_files
+from unbroken.storage.checkpoint_files import (
+    AtomicCheckpointIO,
+    is_own,
+    load_weights,
+    read,
+    record,
+)
 from unbroken.tasks.by_name import imports_judged_by, named_class
-from unbroken.trust import keys
+from unbroken.trust import keys, torch_file
 from unbroken.trust.archive import END, ENTRY, LOCAL, NoArchive
 from unbroken.trust.places import is_inside, is_place
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger, is_allowed
-from unbroken.trust.torch_file import read_file
+from unbroken.trust.torch_file import Foreign, TooMuch, read_file
 
 from tests.commands import checkpoint
 
@@ -188,6 +196,8 @@ class Planted(nn.Module):
         Path(CANARY).touch()
 
 
+# What steers how weights are loaded, in what nn.Module knows of a part
+STEERED = {"assign_to_params_buffers": True}
 COMMAND = {"args": f"touch {CANARY}", "shell": True}
 POPEN = spec("subprocess.Popen", **COMMAND)
 # What once ran something, wrote, fetched or took memory. All is refused by test, predict, export.
@@ -956,12 +966,123 @@ def test_a_changed_entry_makes_a_file_a_strangers(trained: Path) -> None:
         lambda contents: contents["run"]["state"].update(more=1),
         lambda contents: contents["optimizer_states"][0].update(more=True),
         lambda contents: contents["run"].update(run_name="other"),
+        lambda contents: vars(contents["state_dict"])["_metadata"][""].update(STEERED),
+        lambda contents: vars(contents["state_dict"])["_metadata"][""].update(version=0),
+        lambda contents: vars(contents["state_dict"]).update(more=1),
+        lambda contents: next(iter(contents["state_dict"].values())).requires_grad_(),
     ]
     for change in changes:
         contents = checkpoint(trained)
         assert is_own(contents)
         change(contents)
         assert not is_own(contents)
+
+
+def sealed_by_an_older_version(contents: dict[str, Any]) -> dict[str, Any]:
+    contents["run"]["seal"] = None
+    contents["run"]["seal"] = f"all:{keys.seal(checkpoint_files._all_sealed_before(contents))}"
+    return contents
+
+
+def test_what_an_older_version_has_sealed_is_ones_own_with_the_attributes_of_then(
+    trained: Path,
+) -> None:
+    contents = sealed_by_an_older_version(checkpoint(trained))
+    assert is_own(contents)
+    vars(contents["state_dict"])["_metadata"][""].update(STEERED)
+    assert not is_own(contents)
+    contents = sealed_by_an_older_version(checkpoint(trained))
+    contents["run"]["config"] = OrderedDict(contents["run"]["config"])
+    contents = sealed_by_an_older_version(contents)
+    assert is_own(contents)
+    vars(contents["run"]["config"])["more"] = 1
+    assert not is_own(contents)
+    contents = sealed_by_an_older_version(checkpoint(trained))
+    contents["run"]["seal"] = contents["run"]["seal"].replace("all:", "seal:1:x:")
+    assert not is_own(contents), "the text of the new seal is none of an older version"
+
+
+def in_a_file(path: Path, contents: dict[str, Any]) -> Path:
+    torch.save(contents, path)
+    return path
+
+
+def test_a_strangers_values_are_bounded_and_ones_own_are_not(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "x.ckpt"
+    contents = checkpoint(trained)
+    storages = len(zipfile.ZipFile(trained).namelist())
+    many = torch_file.STEPS_OF_STORAGE * storages + 4000
+    contents["callbacks"]["more"] = [1.5] * many
+    monkeypatch.setattr(torch_file, "MOST_STEPS", 3000)
+    AtomicCheckpointIO().write(contents, path)
+    assert record(path)["is_own"]
+    refused = "claims more than it can hold .it has very many values beside its tensors"
+    contents["callbacks"]["more"][0] = 2.5
+    with pytest.raises(UserError, match=refused):
+        read(in_a_file(path, contents))
+    assert is_own(read(in_a_file(path, sealed_by_an_older_version(contents))))
+    monkeypatch.setenv(keys.KEY_VARIABLE, "short")
+    with pytest.raises(UserError, match="UNBROKEN_KEY must be a secret"):
+        read(path)
+    monkeypatch.delenv(keys.KEY_VARIABLE)
+    contents["callbacks"]["more"][0] = 3.5
+    with pytest.raises(UserError, match=refused):
+        read(in_a_file(path, contents))
+    contents["run"]["seal"] = None
+    with pytest.raises(UserError, match=refused):
+        read(in_a_file(path, contents))
+    contents["callbacks"]["more"] = "x" * (torch_file.BYTES_OF_STEP * 2 * many)
+    with pytest.raises(UserError, match=refused):
+        read(in_a_file(path, contents))
+
+
+def test_very_many_values_of_a_stranger_are_refused_in_a_moment(tmp_path: Path) -> None:
+    value = b"\x80\x02](" + b"N" * 4_000_000 + b"e."
+    path = pickled_alone_in(tmp_path / "x.ckpt", value)
+    began = time.process_time()
+    with pytest.raises(UserError, match="very many values"):
+        read(path)
+    # It took three seconds to read them, and thirty until they were looked through.
+    assert time.process_time() - began < 1.5
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fits"),
+    [
+        (torch.float64, True),
+        (torch.float8_e4m3fn, True),
+        (torch.int64, True),
+        (torch.complex64, False),
+    ],
+)
+def test_a_strangers_weights_are_numbers_of_the_modules_own_kind(
+    dtype: torch.dtype, fits: bool, tmp_path: Path
+) -> None:
+    module = LightningModule()
+    module.layer = nn.Linear(2, 1)
+    before = module.layer.weight
+    weights: Any = module.state_dict()
+    weights["layer.weight"] = torch.ones(1, 2).to(dtype)
+    weights._metadata["layer"] = {"version": 1} | STEERED
+    path = in_a_file(tmp_path / "x.ckpt", {"state_dict": weights, "loops": {}})
+    if fits:
+        assert load_weights(module, path, own=False)
+    else:
+        with pytest.raises(UserError, match=r"layer\.weight is complex64 and not float32"):
+            load_weights(module, path, own=False)
+    assert module.layer.weight is before
+    assert before.dtype is torch.float32
+    assert module.layer(torch.ones(1, 2)).shape == (1, 1)
+
+
+@pytest.mark.parametrize("entry_of_run", ["config", "metrics", "versions", "state", "chosen"])
+def test_what_a_run_records_has_names(entry_of_run: str, trained: Path, tmp_path: Path) -> None:
+    contents = checkpoint(trained)
+    contents["run"].setdefault(entry_of_run, {})[1] = 2
+    with pytest.raises(UserError, match=rf"its entry run\.{entry_of_run} is not what this project"):
+        record(in_a_file(tmp_path / "x.ckpt", contents))
 
 
 def test_a_key_in_the_environment_is_shared_by_those_who_have_it(
@@ -1197,6 +1318,116 @@ def pickled_alone_in(path: Path, pickled: bytes) -> Path:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("a/data.pkl", pickled)
     return path
+
+
+def number(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def together(*values: bytes) -> bytes:
+    return b"(" + b"".join(values) + b"t"
+
+
+def numbers(*values: int) -> bytes:
+    return together(*map(number, values))
+
+
+def called(name: str, *arguments: bytes) -> bytes:
+    module, _, last = name.rpartition(".")
+    return f"c{module}\n{last}\n".encode() + together(*arguments) + b"R"
+
+
+def forged_tensor(size: bytes, stride: bytes, offset: bytes = number(0), count: int = 4) -> bytes:
+    """A tensor on a storage of so many float32."""
+    parts = (u("storage"), b"ctorch\nFloatStorage\n", u(str(count)), u("cpu"), number(count))
+    stored = together(*parts) + b"Q"
+    tensor = "torch._utils._rebuild_tensor_v2"
+    return called(tensor, stored, offset, size, stride, b"\x89", called("collections.OrderedDict"))
+
+
+def pickled_with_storages(path: Path, value: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02" + value + b".")
+        for count in (0, 4):
+            archive.writestr(f"a/data/{count}", bytes(4 * count))
+    return path
+
+
+ONE = numbers(1)
+OUTSIDE: dict[str, bytes] = {
+    "on nothing": forged_tensor(numbers(2, 3), numbers(3, 1), count=0),
+    "far apart on nothing": forged_tensor(numbers(2), numbers(2**28), count=0),
+    "behind nothing": forged_tensor(ONE, ONE, number(2**20), count=0),
+    "longer": forged_tensor(numbers(5), ONE),
+    "far apart": forged_tensor(numbers(2), numbers(2**28)),
+    "very far apart": forged_tensor(numbers(2, 2), numbers(2**62, 2**62)),
+    "behind": forged_tensor(ONE, ONE, number(4)),
+    "before": forged_tensor(ONE, ONE, number(-1)),
+    "a negative size": forged_tensor(numbers(-1, -1), numbers(1, 1)),
+    "a negative stride": forged_tensor(numbers(2), numbers(-1), number(3)),
+    "fewer strides": forged_tensor(numbers(2, 2), ONE),
+}
+
+
+@pytest.mark.parametrize("kind", OUTSIDE)
+def test_a_tensor_lies_inside_its_storage(kind: str, tmp_path: Path) -> None:
+    with pytest.raises((Foreign, TooMuch)):
+        read_file(pickled_with_storages(tmp_path / "x.pt", OUTSIDE[kind]))
+
+
+def test_a_tensor_at_the_end_of_its_storage_or_of_no_values_is_read(tmp_path: Path) -> None:
+    whole = {
+        (2,): forged_tensor(numbers(2), numbers(3)),
+        (1,): forged_tensor(ONE, numbers(2**40), number(3)),
+        (0, 3): forged_tensor(numbers(0, 3), numbers(3, 1), number(9), count=0),
+    }
+    for size, value in whole.items():
+        assert read_file(pickled_with_storages(tmp_path / "x.pt", value)).shape == size
+
+
+TEXT = u("a")
+FLAT = forged_tensor(ONE, ONE)
+LAYOUT = called("torch.serialization._get_layout", u("torch.sparse_coo"))
+MANY = number(4 * 10**9)
+# Each would be multiplied, compared or walked through as something else than it should be.
+WRONG_ARGUMENTS: dict[str, bytes] = {
+    "a text as a size": forged_tensor(together(TEXT, MANY), ONE),
+    "a list as a size": forged_tensor(together(b"]K\x00a", MANY), ONE),
+    "a size that is a text": forged_tensor(TEXT, ONE),
+    "a truth as a size": forged_tensor(b"\x88\x85", ONE),
+    "a text as a stride": forged_tensor(ONE, TEXT + b"\x85"),
+    "a text as an offset": forged_tensor(ONE, ONE, TEXT),
+    "a hundred dimensions": forged_tensor(numbers(*[1] * 100), numbers(*[1] * 100)),
+    "no arguments": called("torch._utils._rebuild_tensor_v2"),
+    "a parameter of a number": called("torch._utils._rebuild_parameter", number(1), b"\x89", b"N"),
+    "a parameter that may": called("torch._utils._rebuild_parameter", FLAT, number(1), b"N"),
+    "a sparse one of lists": called(
+        "torch._utils._rebuild_sparse_tensor", LAYOUT, together(b"]", b"]", ONE, b"\x88")
+    ),
+    "a sparse one without layout": called("torch._utils._rebuild_sparse_tensor", TEXT, b")"),
+    "a layout that is none": called("torch.serialization._get_layout", b"]"),
+    "a size of texts": called("torch.Size", TEXT + b"\x85"),
+    "a size of a list": called("torch.Size", b"]"),
+    "a long device": called("torch.device", u("cuda:" + "9" * 100)),
+    "a device of a number": called("torch.device", number(2**40)),
+    "an ordered dictionary of pairs": called("collections.OrderedDict", b"]"),
+    "a counter of a text": called("collections.Counter", TEXT),
+    "a set of a text": called("__builtin__.set", TEXT),
+    "a complex number of texts": called("__builtin__.complex", u("1" * 100), TEXT),
+    "bytes of a number": called("__builtin__.bytes", MANY),
+    "an encoding": called("_codecs.encode", TEXT, u("hex")),
+    "an encoded number": called("_codecs.encode", MANY, u("latin1")),
+    "a storage that is a text": u("abcde") + b"Q",
+}
+
+
+@pytest.mark.parametrize("kind", WRONG_ARGUMENTS)
+def test_arguments_are_looked_at_before_anything_is_done_with_them(
+    kind: str, tmp_path: Path
+) -> None:
+    with pytest.raises(Foreign):
+        read_file(pickled_with_storages(tmp_path / "x.pt", WRONG_ARGUMENTS[kind]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures memory")

@@ -33,6 +33,7 @@ from unbroken.storage.checkpoint_files import (
     misfits_as_errors,
     read,
     record,
+    refuse_other_kinds_of_numbers,
 )
 from unbroken.tasks.by_name import imports_judged_by
 from unbroken.trust.sizes import bounded_by
@@ -292,6 +293,7 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
     if not fitting:
         raise UserError(f"--init_weights {name}: nothing in it fits the module by name and shape.")
     with misfits_as_errors(f"--init_weights {path}"):
+        refuse_other_kinds_of_numbers(module, fitting)
         module.load_state_dict(fitting, strict=False)
     lines = [f"--init_weights {path}: {len(fitting)} of {len(own)} tensors taken."]
     left = own.keys() - fitting.keys()

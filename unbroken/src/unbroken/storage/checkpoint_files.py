@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args, get_origin
 
 import numpy
 import torch
@@ -23,12 +26,13 @@ from unbroken.stopping.ranks import say
 from unbroken.storage.files import written_atomically
 from unbroken.storage.staging import Staging
 from unbroken.trust import keys
-from unbroken.trust.torch_file import Foreign, TooMuch, read_file
+from unbroken.trust.torch_file import MANY_VALUES, Foreign, TooMuch, opened
 
 MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple, set, torch.Size)
+LEAVES = (type(None), bool, int, float, str)
 # In a configuration; the last two are empty ones
-VALUES = (type(None), bool, int, float, str, dict, list)
+VALUES = (*LEAVES, dict, list)
 PLAIN = (*VALUES, complex, bytes, torch.dtype, torch.device, *MAPPINGS, *SEQUENCES)
 # What this project adds to Lightning's checkpoint: name, configuration, data source, ...
 RUN_KEY = "run"
@@ -36,8 +40,20 @@ RUN_KEY = "run"
 CHOSEN = "chosen"
 # The names of entries that were left out, in what this project adds.
 LEFT_OUT = "left_out"
-# How a seal begins that is over all of a checkpoint
+# How a seal begins that is over all of a checkpoint, and is followed by the length of the text that
+# it is over, the seal of that length, and the seal of the text
+SEAL = "seal"
+# How one of an older version begins that is over all but the attributes of dictionaries
 SEAL_OF_ALL = "all:"
+# What a seal looks like in a file: with a length that is sealed, and without
+WITH_LENGTH = re.compile(rb"seal:([0-9]{1,15}):([0-9a-f]{64}):")
+WITHOUT_LENGTH = re.compile(rb"seal(?:q.|r....)X(?:D\0\0\0all:|@\0\0\0)[0-9a-f]{64}", re.DOTALL)
+# A pickle has fewer steps than four times the letters of the text that is sealed.
+STEPS_OF_LETTER = 4
+# As many steps has a file that an older version may have sealed.
+MOST_STEPS_BEFORE = 1_000_000
+# Seals in one file that are looked at: a run's record may hold an older one.
+MOST_SEALS = 10
 
 
 def record_in(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -180,9 +196,11 @@ def sign(checkpoint: dict[str, Any]) -> None:
     if state:
         state["outline"] = outline(checkpoint)
     run["seal"] = None
-    seal = keys.seal(_sealed(checkpoint))
+    text = Measured(_sealed(checkpoint))
+    seal = keys.seal(text)
     if seal is not None:
-        run["seal"] = SEAL_OF_ALL + seal
+        length = keys.seal([_length_sealed(text.length)])
+        run["seal"] = f"{SEAL}:{text.length}:{length}:{seal}"
 
 
 def is_own(checkpoint: dict[str, Any]) -> bool:
@@ -192,10 +210,44 @@ def is_own(checkpoint: dict[str, Any]) -> bool:
     found = record_in(checkpoint).get("seal")
     if not isinstance(found, str):
         return False
+    if found.startswith(f"{SEAL}:"):
+        return keys.is_sealed(lambda: _sealed(checkpoint), found.rpartition(":")[2])
+    if not _has_usual_attributes(checkpoint):
+        return False
     if found.startswith(SEAL_OF_ALL):
-        return keys.is_sealed(lambda: _sealed(checkpoint), found.removeprefix(SEAL_OF_ALL))
-    # Older versions sealed the configuration, and the texts of callbacks and attributes.
+        before = found.removeprefix(SEAL_OF_ALL)
+        return keys.is_sealed(lambda: _all_sealed_before(checkpoint), before)
+    # Still older versions sealed the configuration, and the texts of callbacks and attributes.
     return keys.is_sealed(lambda: _sealed_before(checkpoint), found)
+
+
+class Measured:
+    """The pieces of a text, and its length after they were asked for."""
+
+    def __init__(self, pieces: Iterator[str]) -> None:
+        self._pieces = pieces
+        self.length = 0
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self._pieces:
+            self.length += len(piece)
+            yield piece
+
+
+def _with_versions_alone(weights: dict[str, Any]) -> dict[str, Any]:
+    """Weights, and of what steers how they are loaded the versions of parts alone: nn.Module would
+    put other tensors in the place of its own.
+    """
+    made: Any = OrderedDict(weights)
+    parts = getattr(weights, "_metadata", None)
+    if isinstance(parts, dict):
+        made._metadata = OrderedDict((part, _versions_of(parts[part])) for part in parts)
+    return cast("dict[str, Any]", made)
+
+
+def _length_sealed(length: int) -> str:
+    """The text that is sealed for the length of another one. No other text begins like this."""
+    return f"length {length}"
 
 
 def without_states(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -203,33 +255,94 @@ def without_states(checkpoint: dict[str, Any]) -> dict[str, Any]:
     attributes.
     """
     kept = {key: value for key, value in checkpoint.items() if key not in STATES}
+    kept["state_dict"] = _with_versions_alone(checkpoint["state_dict"])
     run = {key: value for key, value in record_in(checkpoint).items() if key != "state"}
     return kept | {RUN_KEY: run, "loops": {}}
 
 
 def _sealed(checkpoint: dict[str, Any]) -> Iterator[str]:
-    """All that is no tensor, in pieces of one text."""
-    run = {**checkpoint[RUN_KEY], "seal": None}
-    yield from _pieces({**checkpoint, RUN_KEY: run})
+    """All that the reader gives but the values of tensors, in pieces of one text.
+
+    Its beginning is that of no older seal's text.
+    """
+    yield "all with attributes:"
+    yield from _pieces(_without_seal(checkpoint), with_all=True)
 
 
-def _pieces(value: Any) -> Iterator[str]:
+def _all_sealed_before(checkpoint: dict[str, Any]) -> Iterator[str]:
+    yield from _pieces(_without_seal(checkpoint), with_all=False)
+
+
+def _without_seal(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    return {**checkpoint, RUN_KEY: {**checkpoint[RUN_KEY], "seal": None}}
+
+
+def _pieces(value: Any, with_all: bool) -> Iterator[str]:
     kind = type(value)
     if kind in MAPPINGS:
         yield f"{kind.__name__}{len(value)}:"
-        for key, item in value.items():
-            yield from _pieces(key)
-            yield from _pieces(item)
+        for each in chain.from_iterable(value.items()):
+            if type(each) in LEAVES:
+                yield f"{each!r},"
+            else:
+                yield from _pieces(each, with_all)
+        if with_all and isinstance(value, OrderedDict):
+            yield "attributes "
+            yield from _pieces(vars(value), with_all)
     elif kind in SEQUENCES:
         yield f"{kind.__name__}{len(value)}:"
         # A set has no order of its own.
         items = sorted(value, key=repr) if kind is set else value
         for item in items:
-            yield from _pieces(item)
+            # The most frequent ones need no generator of their own.
+            if type(item) in LEAVES:
+                yield f"{item!r},"
+            else:
+                yield from _pieces(item, with_all)
     elif isinstance(value, Tensor):
         yield f"{value.dtype}{list(value.shape)}"
+        if with_all:
+            # torch does not save it of others.
+            needs_grad = value.requires_grad and (
+                value.layout == torch.strided or kind is not Tensor
+            )
+            yield f"{value.layout} {kind.__name__} {needs_grad},"
     else:
         yield f"{value!r},"
+
+
+def _has_usual_attributes(contents: Any) -> bool:
+    """Whether no dictionary in contents has other attributes than those of nn.Module's state dict:
+    the versions of its parts.
+    """
+    waiting = [contents]
+    while waiting:
+        value = waiting.pop()
+        kind = type(value)
+        if kind is OrderedDict and not _are_versions(vars(value)):
+            return False
+        if kind in MAPPINGS:
+            waiting += value.values()
+        elif kind in SEQUENCES:
+            waiting += value
+    return True
+
+
+def _are_versions(attributes: dict[str, Any]) -> bool:
+    if not attributes:
+        return True
+    versions: Any = attributes.get("_metadata")
+    if attributes.keys() != {"_metadata"} or type(versions) is not OrderedDict or vars(versions):
+        return False
+    return all(
+        type(part) is str and _versions_of(found) == found for part, found in versions.items()
+    )
+
+
+def _versions_of(found: Any) -> dict[str, int]:
+    """What is used of what nn.Module knows of a part: the number of its version."""
+    version = found.get("version") if type(found) is dict else None
+    return {"version": version} if type(version) is int else {}
 
 
 def _sealed_before(checkpoint: dict[str, Any]) -> Iterator[str]:
@@ -314,7 +427,7 @@ class WholeWrites:
 def prove_it_can_be_read(written: Path, path: Path) -> None:
     """A UserError if the file that was written beside ``path`` could not be used."""
     try:
-        read_file(written)
+        _read_plain(written, check_sums=False)
     except Exception as error:
         if isinstance(error, MemoryError) or "t allocate memory" in str(error):
             # There is no room for a second copy. That says nothing about the file.
@@ -449,7 +562,10 @@ def read(path: Path, check_sums: bool = False) -> dict[str, Any]:
     if not path.is_file():
         raise UserError(f"--ckpt_path: there is no checkpoint {path}.")
     try:
-        checkpoint = read_file(path, check_sums)
+        checkpoint = _read_plain(path, check_sums)
+    except UserError:
+        # It is about the user's key.
+        raise
     except Exception as error:
         raise _unusable(path, error) from None
     if not isinstance(checkpoint, dict) or not {"state_dict", "loops"} <= checkpoint.keys():
@@ -459,6 +575,28 @@ def read(path: Path, check_sums: bool = False) -> dict[str, Any]:
         )
     _check(checkpoint, LIGHTNING, path, "checkpoint")
     return checkpoint
+
+
+def _read_plain(path: Path, check_sums: bool) -> Any:
+    """What a file holds. A stranger's has a bounded number of values beside its tensors: whoever
+    walks through them takes long.
+    """
+    reader = opened(path, check_sums)
+    usual = reader.usual_steps
+    contents = reader.read(usual + _further_steps(reader.pickle))
+    if reader.steps > usual and not (isinstance(contents, dict) and is_own(contents)):
+        raise TooMuch(MANY_VALUES)
+    return contents
+
+
+def _further_steps(pickle: bytes) -> int:
+    """How many steps of a pickle this user's key vouches for, before it is read."""
+    for found in islice(WITH_LENGTH.finditer(pickle), MOST_SEALS):
+        length = int(found[1])
+        text = [_length_sealed(length)]
+        if keys.is_sealed(partial(list, text), found[2].decode()):
+            return STEPS_OF_LETTER * length
+    return MOST_STEPS_BEFORE if WITHOUT_LENGTH.search(pickle) else 0
 
 
 def _unusable(path: Path, error: Exception) -> UserError:
@@ -507,7 +645,7 @@ def read_or_reason(path: Path) -> tuple[dict[str, Any], str | None]:
 # What a checkpoint, our record in it and its configuration hold, as far as commands rely on it. Any
 # may be absent.
 LIGHTNING: dict[str, Any] = {
-    "state_dict": dict,
+    "state_dict": dict[str, Any],
     "loops": dict,
     "callbacks": dict,
     "epoch": int,
@@ -527,12 +665,13 @@ ENTRIES_OF_A_RUN = {
     "averaging_state",
 }
 RECORD: dict[str, Any] = {
-    "config": dict,
+    "config": dict[str, Any],
+    # As the user's own data module describes itself
     "data": dict,
-    "metrics": dict,
-    "versions": dict,
-    "state": dict,
-    CHOSEN: dict,
+    "metrics": dict[str, Any],
+    "versions": dict[str, Any],
+    "state": dict[str, Any],
+    CHOSEN: dict[str, Any],
     "run_name": str,
     "run_id": str,
     "can_go_on": bool,
@@ -628,10 +767,14 @@ def _check(found: dict[str, Any], kinds: dict[str, Any], path: Path, name: str) 
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a value is of a type, or a list whose elements are of the type in ``list[type]``."""
-    if not get_args(kind):
+    """Whether a value is of a type; of ``list[type]`` or ``dict[type, Any]``: also its elements, or
+    its keys.
+    """
+    inner = get_args(kind)
+    if not inner:
         return isinstance(value, kind)
-    return isinstance(value, list) and all(isinstance(each, get_args(kind)) for each in value)
+    # To walk through a dictionary gives its keys.
+    return isinstance(value, get_origin(kind)) and all(isinstance(each, inner[0]) for each in value)
 
 
 def _changed(path: Path, key: str) -> UserError:
@@ -679,6 +822,9 @@ def load_weights(
         give_plain_buffers(module, buffers_left_out(checkpoint))
     make_room_for_buffers(module, checkpoint)
     weights = checkpoint["state_dict"]
+    if not own:
+        with misfits_as_errors(f"--ckpt_path {path}"):
+            refuse_other_kinds_of_numbers(module, weights)
     fills_in_on_load = is_overridden("on_load_checkpoint", module)
     if late and is_overridden("setup", module) and _lets_setup_size_buffers(module, weights):
         return False
@@ -705,6 +851,24 @@ def misfits_as_errors(option: str) -> Iterator[None]:
     except (RuntimeError, TypeError, AttributeError) as error:
         reason = without_control_characters(" ".join(str(error).split()))[:300]
         raise UserError(f"{option}: its weights do not fit the network: {reason}") from None
+
+
+def refuse_other_kinds_of_numbers(module: LightningModule, weights: dict[str, Any]) -> None:
+    """Raise a TypeError where a weight would lose more than precision: torch makes a number with
+    a fraction whole, and a complex one real, without a word.
+    """
+    own = module.state_dict()
+    for name, value in weights.items():
+        there = own.get(name)
+        if not isinstance(value, Tensor) or not isinstance(there, Tensor):
+            continue
+        if _kind_of_numbers(value) > _kind_of_numbers(there):
+            kinds = f"{str(value.dtype)[6:]} and not {str(there.dtype)[6:]}"
+            raise TypeError(f"{name} is {kinds}")
+
+
+def _kind_of_numbers(tensor: Tensor) -> int:
+    return 2 if tensor.is_complex() else int(tensor.is_floating_point())
 
 
 def _lets_setup_size_buffers(module: LightningModule, weights: dict[str, Any]) -> bool:

@@ -24,6 +24,7 @@ import hmac
 import os
 import secrets
 from collections.abc import Callable, Iterable
+from itertools import islice
 from pathlib import Path
 
 from filelock import FileLock
@@ -33,6 +34,8 @@ KEY_VARIABLE = "UNBROKEN_KEY"
 SHORTEST_KEY = 32
 KEY_NAME = "key"
 KEY_BYTES = 32
+# Parts of a text that are sealed in one step
+AT_ONCE = 1000
 
 
 def folder() -> Path:
@@ -64,8 +67,9 @@ def is_sealed(parts: Callable[[], Iterable[str]], found: object) -> bool:
 
 def _seal(key: bytes, parts: Iterable[str]) -> str:
     found = hmac.new(key, digestmod=hashlib.sha256)
-    for part in parts:
-        found.update(part.encode(errors="backslashreplace"))
+    waiting = iter(parts)
+    while some := list(islice(waiting, AT_ONCE)):
+        found.update("".join(some).encode(errors="backslashreplace"))
     return found.hexdigest()
 
 

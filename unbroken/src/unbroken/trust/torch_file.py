@@ -40,6 +40,18 @@ FREE_BYTES = 64 * 2**20
 # that stands in several places is written once.
 FREE_STEPS = 2**20
 MOST_STEPS_PER_BYTE = 3
+# A file of a stranger may have this many steps that build its values: a number is one, a text two.
+# A tensor takes about thirty.
+MOST_STEPS = 200_000
+STEPS_OF_STORAGE = 64
+# More than a file has. Entries that nobody uses would allow any number of steps.
+MOST_STORAGES = 50_000
+# The most bytes that these steps take on average. A text may be long.
+BYTES_OF_STEP = 50
+MANY_VALUES = (
+    "it has very many values beside its tensors, and no seal of yours: a run with a key of yours"
+    " (UNBROKEN_KEY) may have them"
+)
 # No value of a file is this object.
 END = object()
 # What a value takes, in bytes
@@ -54,6 +66,11 @@ MOST_COLLISIONS = 1000
 LARGEST_KEY = 2**60
 LONGEST_KEY = 1000
 SCALARS = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
+# More than any tensor has. What torch does with the sizes of one takes their square in steps.
+MOST_DIMENSIONS = 64
+# No size, place or stride is larger: torch counts with 64 bits.
+LARGEST_SIZE = 2**62
+LONGEST_DEVICE = 40
 # A storage of torch.save, and the type of what is in it
 STORAGES = {
     "BFloat16Storage": torch.bfloat16,
@@ -104,7 +121,12 @@ class Storage(NamedTuple):
 
 
 def read_file(path: Path, check_sums: bool = False) -> Any:
-    """What a file of ``torch.save`` holds, on the CPU. It is opened once.
+    """What a file of ``torch.save`` holds, on the CPU. See :func:`opened`."""
+    return opened(path, check_sums).read()
+
+
+def opened(path: Path, check_sums: bool = False) -> Reader:
+    """The reader of a file of ``torch.save``, which is opened once.
 
     Tensors stay on the file's pages. They outlive the file, as long as it is replaced and not
     written into.
@@ -115,7 +137,7 @@ def read_file(path: Path, check_sums: bool = False) -> Any:
 
     Raises:
         NoArchive: It is damaged, or nothing that ``torch.save`` has written.
-        Foreign: It holds something else than plain values.
+        Foreign: It holds something else than plain values. This and what follows the reader raises.
         TooMuch: It claims to hold more than it can.
         ValueError, TypeError, ...: Its pickle makes no sense.
     """
@@ -127,7 +149,7 @@ def read_file(path: Path, check_sums: bool = False) -> Any:
         if check_sums:
             refuse_wrong_sums(file, entries)
     # Windows replaces no file that is mapped.
-    return Reader(data, entries, copied=os.name == "nt").read()
+    return Reader(data, entries, copied=os.name == "nt")
 
 
 def _pages(file: BinaryIO) -> memoryview:
@@ -147,7 +169,13 @@ def read_bytes(data: memoryview) -> Any:
 
 
 class Reader:
-    """Builds the values of one file."""
+    """Builds the values of one file.
+
+    Attributes:
+        pickle: The bytes that describe the values.
+        steps: How many steps it took to build them.
+        usual_steps: How many a stranger's file may take.
+    """
 
     def __init__(self, data: memoryview, entries: dict[str, Entry], copied: bool) -> None:
         root = next(iter(entries)).partition("/")[0]
@@ -161,9 +189,11 @@ class Reader:
         order = entries.get(f"{root}/byteorder")
         if order is not None and bytes(self._slice(order)) != b"little":
             raise NoArchive("it was saved on a machine with another order of bytes")
-        self._pickle = bytes(self._slice(entry))
-        self._left = FREE_BYTES + len(data) + MOST_TIMES * len(self._pickle)
+        self.pickle = bytes(self._slice(entry))
+        self._left = FREE_BYTES + len(data) + MOST_TIMES * len(self.pickle)
         self._at = 0
+        self.steps = 0
+        self.usual_steps = MOST_STEPS + STEPS_OF_STORAGE * min(len(entries), MOST_STORAGES)
         self.stack: list[Any] = []
         # What stood below a mark
         self._below: list[list[Any]] = []
@@ -175,19 +205,28 @@ class Reader:
     def _slice(self, entry: Entry) -> memoryview:
         return self._data[entry.start : entry.start + entry.size]
 
-    def read(self) -> Any:
-        """The value that the pickle describes."""
-        while True:
-            code = self._pickle[self._at]
+    def read(self, most_steps: int | None = None) -> Any:
+        """The value that the pickle describes.
+
+        Args:
+            most_steps: TooMuch where it takes more.
+        """
+        if most_steps is not None and len(self.pickle) > BYTES_OF_STEP * most_steps:
+            raise TooMuch(MANY_VALUES)
+        for step in range(len(self.pickle) if most_steps is None else most_steps):
+            code = self.pickle[self._at]
             self._at += 1
             if code == STOP:
+                self.steps = step
                 break
             act = OPCODES.get(code)
             if act is None:
                 raise Foreign(f"opcode {code}")
             act(self)
+        else:
+            raise TooMuch(MANY_VALUES)
         (value,) = self.stack
-        refuse_what_is_no_data(value, FREE_STEPS + MOST_STEPS_PER_BYTE * len(self._pickle))
+        refuse_what_is_no_data(value, FREE_STEPS + MOST_STEPS_PER_BYTE * len(self.pickle))
         return value
 
     # Small steps of the opcodes below
@@ -200,7 +239,7 @@ class Reader:
 
     def take(self, count: int) -> bytes:
         """The next bytes of the pickle."""
-        found = self._pickle[self._at : self._at + count]
+        found = self.pickle[self._at : self._at + count]
         if len(found) != count:
             raise NoArchive("its data.pkl ends too early")
         self._at += count
@@ -213,8 +252,8 @@ class Reader:
 
     def line(self) -> str:
         """The next line of the pickle."""
-        end = self._pickle.index(b"\n", self._at)
-        text = self._pickle[self._at : end].decode()
+        end = self.pickle.index(b"\n", self._at)
+        text = self.pickle[self._at : end].decode()
         self._at = end + 1
         return text
 
@@ -332,7 +371,10 @@ class Reader:
         name = self.stack.pop()
         if type(name) is not Name or type(arguments) is not tuple:
             raise Foreign("a call")
-        self.push(FUNCTIONS[name.text](self, *arguments), CONTAINER)
+        function = FUNCTIONS[name.text]
+        if not function.takes(arguments):
+            raise Foreign(f"such arguments of {name.text}")
+        self.push(function.make(self, *arguments), CONTAINER)
 
     def set_attributes(self) -> None:
         """A state dict knows the versions of its module's parts by an attribute."""
@@ -349,9 +391,10 @@ class Reader:
 
     def storage(self) -> None:
         """The bytes of tensors: ``("storage", type, name, device, count)``."""
-        _, dtype, name, _, count = self.stack.pop()
-        if type(dtype) is not torch.dtype or type(name) is not str or type(count) is not int:
+        parts = self.stack.pop()
+        if not IS_STORAGE.takes(parts):
             raise Foreign("a storage")
+        _, dtype, name, _, count = parts
         if name not in self._storages:
             self._storages[name] = Storage(self._bytes(name), dtype)
         found = self._storages[name]
@@ -369,66 +412,79 @@ class Reader:
             data = bytearray(data)
         return torch.frombuffer(data, dtype=torch.uint8).untyped_storage()
 
-    # What is made by the functions of the table
+    # What is made by the functions of the table. Their arguments have the types that stand there.
 
     def tensor(
-        self, storage: Any, offset: Any, size: Any, stride: Any, needs_grad: Any, *more: Any
+        self,
+        storage: Storage,
+        offset: int,
+        size: tuple[int, ...],
+        stride: tuple[int, ...],
+        needs_grad: bool,
+        hooks: Any,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """A tensor on a storage, as ``torch._utils._rebuild_tensor_v2`` and ``v3`` have it.
 
-        ``more``: hooks, which are nobody's; for v3 the type.
+        It lies inside its storage: torch would let one grow that is too small, by whatever is in
+        memory. ``hooks`` are nobody's.
         """
-        kinds = [torch.dtype for each in more[1:] if isinstance(each, torch.dtype)]
-        if type(storage) is not Storage or len(more) > 1 + len(kinds):
-            raise Foreign("a tensor")
-        dtype = more[1] if kinds else storage.dtype
+        dtype = dtype or storage.dtype
         self.spend(TENSOR)
-        if math.prod(size) * dtype.itemsize > len(self._data):
+        count = math.prod(size)
+        if len(size) != len(stride):
+            raise Foreign("a tensor with other strides than sizes")
+        if count * dtype.itemsize > len(self._data):
             raise TooMuch("a tensor is larger than the file")
+        if count == 0:
+            # It needs no bytes, and may begin behind the last one.
+            made = torch.empty(0, dtype=dtype).as_strided(size, stride)
+            return made.requires_grad_() if needs_grad else made
+        steps = zip(size, stride, strict=True)
+        end = offset + sum((length - 1) * step for length, step in steps) + 1
+        if end * dtype.itemsize > storage.bytes.nbytes():
+            raise TooMuch("a tensor is larger than its storage")
         made = torch.empty(0, dtype=dtype).set_(storage.bytes, offset, size, stride)
-        return made.requires_grad_() if needs_grad is True else made
+        return made.requires_grad_() if needs_grad else made
 
-    def parameter(self, data: Any, needs_grad: Any, hooks: Any) -> Tensor:
+    def parameter(self, data: Tensor, needs_grad: bool, hooks: Any) -> Tensor:
         """As ``torch._utils._rebuild_parameter``."""
-        if type(data) is not Tensor:
-            raise Foreign("a parameter")
         self.spend(TENSOR)
-        return torch.nn.Parameter(data, requires_grad=needs_grad is True)
+        return torch.nn.Parameter(data, requires_grad=needs_grad)
 
-    def sparse_tensor(self, layout: Any, parts: Any) -> Tensor:
+    def sparse_tensor(self, layout: torch.layout, parts: tuple[Any, ...]) -> Tensor:
         """As ``torch._utils._rebuild_sparse_tensor``. Its places are compared with its size."""
+        takes = IS_COO if layout == torch.sparse_coo else IS_COMPRESSED
+        if not takes.takes(parts):
+            raise Foreign("a sparse tensor")
         tensors = [part for part in parts if isinstance(part, Tensor)]
-        if any(type(part) is not Tensor or part.layout != torch.strided for part in tensors):
+        if any(part.layout != torch.strided for part in tensors):
             raise Foreign("a sparse tensor")
         self.spend(TENSOR + sum(part.nbytes for part in tensors))
         if layout == torch.sparse_coo:
-            indices, values, size = parts[:3]
+            indices, values, size, is_coalesced = parts
             # To coalesce it here could take any memory. Runs save coalesced tensors.
-            if parts[3:] != (True,):
+            if not is_coalesced:
                 raise TooMuch("a sparse tensor is not coalesced")
             return torch.sparse_coo_tensor(
                 indices, values, size, is_coalesced=True, check_invariants=True
             )
-        if layout not in LAYOUTS.values():
-            raise Foreign("a layout")
         first, second, values, size = parts
         return torch.sparse_compressed_tensor(
             first, second, values, size, layout=layout, check_invariants=True
         )
 
-    def copied_items(self, items: Any, kinds: tuple[type, ...]) -> Any:
+    def copied_items(self, items: Any) -> Any:
         """What a set, a size or a counter is made from."""
-        if type(items) not in kinds:
-            raise Foreign(f"something made from a {type(items).__name__}")
         self.spend(CONTAINER * len(items))
         if type(items) is not dict:
             for item in items:
                 self.refuse_slow_key(item)
         return items
 
-    def encoded(self, text: Any, encoding: Any = "latin1") -> bytes:
+    def encoded(self, text: str, encoding: str) -> bytes:
         """How the second protocol of pickle writes bytes: as text, a letter for each byte."""
-        if type(text) is not str or encoding != "latin1":
+        if encoding != "latin1":
             raise Foreign("an encoding")
         self.spend(len(text))
         return text.encode("latin1")
@@ -461,21 +517,106 @@ def refuse_what_is_no_data(contents: Any, most_steps: int) -> None:
             raise Foreign(f"a {kind.__name__}")
 
 
-# What may be named in a pickle, and what is made then
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor_v2": Reader.tensor,
-    "torch._utils._rebuild_tensor_v3": Reader.tensor,
-    "torch._utils._rebuild_parameter": Reader.parameter,
-    "torch._utils._rebuild_sparse_tensor": Reader.sparse_tensor,
-    "torch.serialization._get_layout": lambda reader, text: LAYOUTS[text],
-    "torch.Size": lambda reader, items: torch.Size(reader.copied_items(items, (tuple,))),
-    "torch.device": lambda reader, *parts: torch.device(*parts),
-    "collections.OrderedDict": lambda reader: OrderedDict(),
-    "collections.Counter": lambda reader, items: Counter(reader.copied_items(items, (dict,))),
-    "__builtin__.set": lambda reader, items: set(reader.copied_items(items, (list,))),
-    "__builtin__.complex": lambda reader, real, imaginary: complex(real, imaginary),
-    "__builtin__.bytes": lambda reader: b"",
-    "_codecs.encode": Reader.encoded,
+class Takes:
+    """The arguments of a function: a rule for each, of which the last ones may be absent.
+
+    They are looked at before anything is done with them: an operator would multiply a text.
+    """
+
+    def __init__(self, *rules: Callable[[Any], bool], optional: int = 0) -> None:
+        self._rules = rules
+        self._fewest = len(rules) - optional
+
+    def takes(self, arguments: Any) -> bool:
+        """Whether these are arguments that the rules allow."""
+        if type(arguments) is not tuple:
+            return False
+        if not self._fewest <= len(arguments) <= len(self._rules):
+            return False
+        rules = self._rules[: len(arguments)]
+        return all(rule(value) for rule, value in zip(rules, arguments, strict=True))
+
+
+def _exactly(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= LARGEST_SIZE
+
+
+def _is_shape(value: Any) -> bool:
+    is_short = type(value) in (tuple, torch.Size) and len(value) <= MOST_DIMENSIONS
+    return is_short and all(_is_count(each) for each in value)
+
+
+def _is_size(value: Any) -> bool:
+    is_short = type(value) is tuple and len(value) <= LONGEST_KEY
+    return is_short and all(type(each) is int and abs(each) <= LARGEST_SIZE for each in value)
+
+
+def _is_device(value: Any) -> bool:
+    return type(value) is str and len(value) <= LONGEST_DEVICE
+
+
+def _is_layout(value: Any) -> bool:
+    return type(value) is str and value in LAYOUTS
+
+
+_is_bool = _exactly(bool)
+_is_text = _exactly(str)
+_is_number = _exactly(float)
+_is_tensor = _exactly(Tensor)
+_is_dtype = _exactly(torch.dtype)
+_are_hooks = _exactly(OrderedDict, type(None))
+_OF_A_TENSOR = (_exactly(Storage), _is_count, _is_shape, _is_shape, _is_bool, _are_hooks)
+IS_STORAGE = Takes(_is_text, _is_dtype, _is_text, _is_text, _is_count)
+IS_COO = Takes(_is_tensor, _is_tensor, _is_shape, _is_bool)
+IS_COMPRESSED = Takes(_is_tensor, _is_tensor, _is_tensor, _is_shape)
+
+
+class Function(NamedTuple):
+    """What is made where a pickle names a function, and from which arguments."""
+
+    make: Callable[..., Any]
+    arguments: Takes
+
+    def takes(self, arguments: Any) -> bool:
+        """Whether it is called with these arguments."""
+        return self.arguments.takes(arguments)
+
+
+# What may be named in a pickle
+FUNCTIONS: dict[str, Function] = {
+    "torch._utils._rebuild_tensor_v2": Function(Reader.tensor, Takes(*_OF_A_TENSOR)),
+    "torch._utils._rebuild_tensor_v3": Function(Reader.tensor, Takes(*_OF_A_TENSOR, _is_dtype)),
+    "torch._utils._rebuild_parameter": Function(
+        Reader.parameter, Takes(_is_tensor, _is_bool, _are_hooks)
+    ),
+    "torch._utils._rebuild_sparse_tensor": Function(
+        Reader.sparse_tensor, Takes(_exactly(torch.layout), _exactly(tuple))
+    ),
+    "torch.serialization._get_layout": Function(
+        lambda reader, text: LAYOUTS[text], Takes(_is_layout)
+    ),
+    "torch.Size": Function(
+        lambda reader, items: torch.Size(reader.copied_items(items)), Takes(_is_size)
+    ),
+    "torch.device": Function(
+        lambda reader, *parts: torch.device(*parts), Takes(_is_device, _is_count, optional=1)
+    ),
+    "collections.OrderedDict": Function(lambda reader: OrderedDict(), Takes()),
+    "collections.Counter": Function(
+        lambda reader, items: Counter(reader.copied_items(items)), Takes(_exactly(dict))
+    ),
+    "__builtin__.set": Function(
+        lambda reader, items: set(reader.copied_items(items)), Takes(_exactly(list))
+    ),
+    "__builtin__.complex": Function(
+        lambda reader, real, imaginary: complex(real, imaginary), Takes(_is_number, _is_number)
+    ),
+    "__builtin__.bytes": Function(lambda reader: b"", Takes()),
+    "_codecs.encode": Function(Reader.encoded, Takes(_is_text, _is_text)),
 }
 STOP = ord(".")
 # The opcodes that torch.save writes, by the second protocol of pickle
