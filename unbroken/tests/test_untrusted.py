@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import pickle
 import re
@@ -10,22 +11,25 @@ import shutil
 import socket
 import struct
 import sys
+import textwrap
 import threading
 import time
 import warnings
 import zipfile
 import zlib
-from argparse import Namespace
+from argparse import ArgumentError, Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import GenericAlias, ModuleType, UnionType
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from jsonargparse import ArgumentParser
 from numerals.fit import job as fit
 from torch import nn
 from unbroken.cli import start as entry
@@ -43,6 +47,7 @@ from unbroken.storage.checkpoint_files import AtomicCheckpointIO, is_own, read, 
 from unbroken.tasks.by_name import imports_judged_by, named_class
 from unbroken.trust import keys
 from unbroken.trust.archive import END, ENTRY, LOCAL, NoArchive
+from unbroken.trust.imports import imports_asked_of
 from unbroken.trust.places import is_inside, is_place
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger, is_allowed
@@ -214,7 +219,6 @@ REFUSED: dict[str, Callable[[dict[str, Any]], None]] = {
     "as YAML": model("network", "{class_path: subprocess.Popen, init_args: {args: touch canary}}"),
     "in a key": model("optimizer_args", {"{class_path: subprocess.Popen}": 1}),
     "with a dot": model("optimizer_args", {"x.class_path": "subprocess.Popen"}),
-    "a name as text": model("optimizer", "subprocess.Popen"),
     "a loss as text": model("loss", "unittest.__main__.json"),
     "arguments alone": model("network", {"init_args": COMMAND}),
     "a list of arguments": model("network", {"class_path": "torch.nn.Linear", "init_args": [1]}),
@@ -233,6 +237,13 @@ REFUSED: dict[str, Callable[[dict[str, Any]], None]] = {
             "unbroken.tasks.SupervisedModule",
             network=spec("torch.nn.Flatten"),
             loss="checkpoints.run-1.evil.Net",
+        )
+    ),
+    "a metric of any name": lambda contents: contents["run"]["config"].update(
+        model=spec(
+            "unbroken.tasks.SupervisedModule",
+            network=spec("torch.nn.Flatten"),
+            metrics={"monitor": "checkpoints.theirs.evil.Net"},
         )
     ),
     "a data module": lambda contents: contents["run"]["config"].update(data=POPEN),
@@ -268,6 +279,7 @@ REFUSED: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 # What is not used at all, so that these commands work. Only a resume is refused.
 HARMLESS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a name as text": model("optimizer", "subprocess.Popen"),
     "beside": trainer("logger", [spec("CSVLogger", save_dir="file://../checkpoints/x")]),
     "root": trainer("logger", [spec("CSVLogger", save_dir="file:///../checkpoints/x")]),
     "http": trainer("logger", [spec("CSVLogger", save_dir="http://127.0.0.1:PORT/../x")]),
@@ -659,30 +671,105 @@ def test_an_ordinary_text_is_used_as_it_is(text: str, tmp_path: Path) -> None:
     assert Stranger(tmp_path, [], {}).settings(given) == given
 
 
+# The gate before each import
+
+
+EVIL = "checkpoints.theirs.evil.Net"
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module of a stranger's, in a folder that Python looks into."""
+    folder = Path("checkpoints/theirs")
+    folder.mkdir(parents=True)
+    (folder / "evil.py").write_text(f"open({CANARY!r}, 'w')\nclass Net: ...\n")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    yield
+    assert not Path(CANARY).exists()
+
+
+def stranger_with(value: Any, typed: dict[str, Any] | None = None) -> Stranger:
+    """A stranger whose file has this argument."""
+    stranger = Stranger(Path("x"), [], typed or {})
+    stranger.settings({"model": spec(CLASSIFIER, x=value)})
+    return stranger
+
+
+def parsed_as(hint: Any, value: Any) -> Any:
+    """What the command line's parser makes of a value, for an argument of that type."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--x", type=hint)
+    return parser.parse_object({"x": value}).x
+
+
+@pytest.mark.parametrize("name", [EVIL, "os.system", "antigravity.fly", "torch.hub.load"])
 @pytest.mark.parametrize(
-    "name",
+    ("hint", "value"),
     [
-        *("test.support.X", "checkpoints.run-1.evil.Net", "checkpoints..evil.Net", "torch.nn."),
-        *(
-            "torch.nn.Linear.",
-            "torch.nn.linear.Linear",
-            "Torch.nn.Linear",
-            "torch.nn.Linear.forward",
-        ),
-        *("torch.nn.modules.linear.Linear.x", "torch.nn.Linear()", "os.system", "this.x"),
+        (nn.Module, "{}"),
+        (Callable[..., Any], "{}"),
+        (Callable[[int], nn.Module], "{}"),
+        (type[nn.Module], "{}"),
+        (type, "{}"),
+        (ModuleType, "{}"),
+        (UnionType, "{} | None"),
+        (GenericAlias, "list[{}]"),
+        (dict[str, nn.Module], {"monitor": "{}"}),
+        (dict[str, list[Callable[..., Any]]], {"monitor": ["{}"]}),
+        (tuple[int, Callable[..., Any] | None], [1, "{}"]),
     ],
 )
-def test_a_text_that_could_be_imported_is_a_class_that_is_allowed(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_name_is_asked_for_before_it_is_imported_whatever_takes_it(
+    hint: Any, value: Any, name: str, planted: None
 ) -> None:
-    Path("checkpoints").mkdir()
-    Path("Torch").mkdir()
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    for place in ("network", "loss", "optimizer"):
-        with pytest.raises(UserError, match=f"names {re.escape(name)}, which is no class of yours"):
-            Stranger(tmp_path, [], {}).settings({"model": spec(CLASSIFIER, **{place: name})})
-    allowed = {"model": spec(CLASSIFIER, loss="torch.nn.modules.linear.Linear")}
-    assert Stranger(tmp_path, [], {}).settings(allowed) == allowed
+    def named(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: named(item) for key, item in part.items()}
+        if isinstance(part, list):
+            return [named(item) for item in part]
+        return part.format(name) if isinstance(part, str) else part
+
+    value = named(value)
+    with (
+        watched() as deeds,
+        imports_asked_of(stranger_with(value)),
+        pytest.raises(
+            (UserError, ArgumentError), match="which is no class of yours|type expression"
+        ),
+    ):
+        parsed_as(hint, value)
+    assert not deeds.events
+    assert "antigravity" not in sys.modules
+
+
+def test_a_text_is_a_name_only_where_what_takes_it_asks_for_one(planted: None) -> None:
+    for text in (EVIL, "test.loss", "os.system"):
+        with watched() as deeds, imports_asked_of(stranger_with({"x": text})):
+            assert parsed_as(str, text) == text
+            assert parsed_as(dict[str, Any], {"network": text}) == {"network": text}
+        assert not deeds.events
+
+
+def test_what_the_user_names_is_imported_beside_a_strangers_texts(planted: None) -> None:
+    with imports_asked_of(stranger_with(["dedent", "CTCLoss", "torch.nn.ReLU"])):
+        # As a default, which no text of the file names
+        assert parsed_as(Callable[..., Any], "textwrap.dedent") is textwrap.dedent
+        assert parsed_as(nn.Module, "CTCLoss").class_path == "torch.nn.CTCLoss"
+        assert parsed_as(type[nn.Module], "torch.nn.ReLU") is nn.ReLU
+    # Typed, and in the file as well
+    with imports_asked_of(stranger_with("textwrap.dedent", {"model.x": "textwrap.dedent"})):
+        assert parsed_as(Callable[..., Any], "textwrap.dedent") is textwrap.dedent
+    assert parsed_as(type, "collections.Counter") is Counter, "the gate stands no more"
+
+
+def test_code_of_ones_own_that_imports_by_name_imports_nothing_of_a_strangers(
+    planted: None,
+) -> None:
+    with imports_asked_of(stranger_with([EVIL, "yours/evil"])):
+        with pytest.raises(UserError, match=f"names {EVIL}, which is no class of yours"):
+            importlib.import_module(EVIL.rpartition(".")[0])
+        assert "checkpoints" not in sys.modules
+        importlib.import_module("colorsys")
 
 
 def test_the_name_of_a_metric_is_no_module(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from unbroken.storage.checkpoint_files import (
     read,
     record,
 )
-from unbroken.tasks.by_name import imports_judged_by
+from unbroken.trust.imports import imports_asked_of
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger
 
@@ -206,7 +206,7 @@ def load(
 def used_of(stranger: Stranger) -> Iterator[None]:
     """Inside, what a stranger's configuration makes is bounded, and so is what it imports."""
     tensors = len(read(stranger.path)["state_dict"])
-    with bounded_by(stranger.path, tensors), imports_judged_by(stranger.allows):
+    with bounded_by(stranger.path, tensors), imports_asked_of(stranger):
         yield
 
 
