@@ -43,7 +43,8 @@ from unbroken.commands.predict import command as predict
 from unbroken.commands.runs import command as runs
 from unbroken.commands.runs.saved_run import WithoutAliases
 from unbroken.errors import UserError, without_control_characters
-from unbroken.storage.checkpoint_files import AtomicCheckpointIO, is_own, read, record
+from unbroken.storage import checkpoint_files
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO, is_own, read
 from unbroken.tasks.by_name import imports_judged_by, named_class
 from unbroken.trust import keys
 from unbroken.trust.archive import END, ENTRY, LOCAL, NoArchive
@@ -734,7 +735,7 @@ def test_a_name_is_asked_for_before_it_is_imported_whatever_takes_it(
         watched() as deeds,
         imports_asked_of(stranger_with(value)),
         pytest.raises(
-            (UserError, ArgumentError), match="which is no class of yours|type expression"
+            (UserError, ArgumentError), match=r"which is no class of yours|type expression"
         ),
     ):
         parsed_as(hint, value)
@@ -1023,7 +1024,7 @@ def test_a_class_that_was_typed_needs_no_flag_later_nor_on_a_machine_with_the_ke
 def test_a_colleagues_ordinary_run_is_tested_without_a_flag_and_its_weights_start_a_new_one(
     trained: Path, on_another_machine: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not record(trained)["is_own"]
+    assert not is_own(read(trained))
     for command in ("test", "predict", "export"):
         shutil.copytree(trained.parent, "checkpoints/theirs", dirs_exist_ok=True)
         draw_digit()
@@ -1034,8 +1035,81 @@ def test_a_colleagues_ordinary_run_is_tested_without_a_flag_and_its_weights_star
     assert "6 of 6 tensors taken" in capsys.readouterr().out
 
 
+# The file that is judged is the file that is used
+
+
+class Swaps:
+    """Puts a stranger's file in the place of another as soon as that was read so many times."""
+
+    def __init__(self, trained: Path, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        shutil.copytree(trained.parent, "checkpoints/r")
+        Path("checkpoints/r/evil.py").write_text(f"open({CANARY!r}, 'w')\n")
+        monkeypatch.syspath_prepend(str(Path.cwd()))
+        contents = checkpoint(trained)
+        contents["run"]["config"]["trainer"]["callbacks"] = [spec("checkpoints.r.evil.X")]
+        contents["callbacks"]["Evil"] = {"path": "/precious"}
+        contents["run"]["seal"] = None
+        torch.save(contents, "evil.ckpt")
+        self.reads = 0
+        self._after = after
+        monkeypatch.setattr(checkpoint_files, "read_file", self._read)
+
+    def _read(self, path: Path, check_sums: bool = False) -> Any:
+        found = read_file(path, check_sums)
+        self.reads += 1
+        if self.reads == self._after:
+            os.replace("evil.ckpt", path)
+        return found
+
+
+RESUME = ["--run_name", "r", "--ckpt_path", "last", "--max_epochs", "2"]
+BEST = ["--ckpt_path", "checkpoints/r/best.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "after"),
+    [
+        *((fit.main, RESUME, after) for after in (2, 3)),
+        (fit.main, [*RESUME, "--trust_checkpoint", "true"], 3),
+        (COMMANDS["test"][0], BEST, 1),
+    ],
+)
+def test_a_file_that_is_replaced_between_two_reads_is_refused(
+    main: Any,
+    words: list[str],
+    after: int,
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    swaps = Swaps(trained, after, monkeypatch)
+    capsys.readouterr()
+    assert entry.exit_code(main, words) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "was replaced while it was read, and nothing of the new file was used" in lines[0]
+    assert swaps.reads == after + 1
+    assert not Path(CANARY).exists()
+
+
+@pytest.mark.parametrize("command", ["test", "predict", "export"])
+def test_what_is_judged_is_what_a_command_uses(
+    command: str, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's file, replaced by another that these commands would refuse."""
+    contents = checkpoint(trained)
+    contents["run"]["seal"] = None
+    Path(THEIRS).parent.mkdir(parents=True)
+    torch.save(contents, THEIRS)
+    swaps = Swaps(trained, 1, monkeypatch)
+    draw_digit()
+    main, words = COMMANDS[command]
+    assert entry.exit_code(main, words) == 0
+    assert swaps.reads == 1
+
+
 def test_a_changed_entry_makes_a_file_a_strangers(trained: Path) -> None:
-    assert record(trained)["is_own"]
+    assert is_own(read(trained))
     changes: list[Callable[[dict[str, Any]], Any]] = [
         lambda contents: contents["run"]["config"]["model"]["init_args"].update(lr=0.5),
         lambda contents: contents["callbacks"].update(Evil={"path": "/"}),

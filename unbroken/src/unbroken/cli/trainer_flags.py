@@ -5,6 +5,8 @@ cannot work.
 import math
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +36,22 @@ COUNTS: dict[str, int | None] = {
 }
 PROCESSES_PER_CORE = 4  # more ranks than that on CPU cores only swap
 THREADS_PER_CORE = 4  # more threads than that would wait for each other in every operation
+
+
+@contextmanager
+def reading_only(trainer: Trainer, fingerprint: str | None) -> Iterator[None]:
+    """Inside, the first checkpoint that a Trainer reads must have the contents of this fingerprint:
+    what was judged is what is used. None: any may be read.
+    """
+    io = trainer.strategy.checkpoint_io
+    # trainer_flags has put it there.
+    assert isinstance(io, AtomicCheckpointIO)
+    io.reads_next = fingerprint
+    try:
+        yield
+    finally:
+        # Where other processes have trained, this one has read nothing.
+        io.reads_next = None
 
 
 def trainer_flags(config: Configuration) -> dict[str, Any]:

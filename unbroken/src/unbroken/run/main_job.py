@@ -16,6 +16,7 @@ from unbroken.cli.plain_values import dump_yaml
 from unbroken.cli.program import Program
 from unbroken.cli.read_checkpoint import read_configuration, start_from
 from unbroken.cli.refusals import refusals_as_errors
+from unbroken.cli.trainer_flags import reading_only
 from unbroken.errors import UserError
 from unbroken.lightning_internals import release_child_processes
 from unbroken.loggers.chosen import commands_to_look
@@ -120,8 +121,12 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
     timer = the(RunTimer, trainer)
     checkpoint = the(ExactCheckpoint, trainer)
     is_tested = False
+    judged = None if run.checkpoint is None else run.fingerprint
     try:
-        with refusals_as_errors(run.checkpoint, lambda: timer.begun):
+        with (
+            refusals_as_errors(run.checkpoint, lambda: timer.begun),
+            reading_only(trainer, judged),
+        ):
             trainer.fit(
                 config.module,
                 datamodule=config.datamodule,
