@@ -31,6 +31,7 @@ import torch
 import yaml
 from jsonargparse import ArgumentParser
 from numerals.fit import job as fit
+from numerals.model import MNISTClassifier
 from torch import nn
 from unbroken.cli import start as entry
 from unbroken.cli.moved_names import with_names_of_now
@@ -1090,6 +1091,32 @@ def test_a_file_that_is_replaced_between_two_reads_is_refused(
     assert "was replaced while it was read, and nothing of the new file was used" in lines[0]
     assert swaps.reads == after + 1
     assert not Path(CANARY).exists()
+
+
+def test_the_best_that_another_has_put_there_gives_a_runs_test_its_weights_alone(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = checkpoint(trained)
+    contents["run"]["seal"] = None
+    contents["callbacks"]["Evil"] = {"path": "/precious"}
+    torch.save(contents, "evil.ckpt")
+    seen: list[Any] = []
+    load_checkpoint = AtomicCheckpointIO.load_checkpoint
+
+    def load_and_note(io: AtomicCheckpointIO, path: Any, *more: Any, **kwargs: Any) -> Any:
+        seen.append(load_checkpoint(io, path, *more, **kwargs))
+        return seen[-1]
+
+    def replace_best(*_: object) -> None:
+        os.replace("evil.ckpt", "checkpoints/r/best.ckpt")
+
+    monkeypatch.setattr(AtomicCheckpointIO, "load_checkpoint", load_and_note)
+    monkeypatch.setattr(MNISTClassifier, "on_fit_end", replace_best)
+    assert fit.main([*FEW, *MLP, *SHORT, "--run_name", "r"]) == 0
+    assert "best.ckpt has no seal of yours: its weights alone are" in capsys.readouterr().out
+    (read_for_test,) = seen
+    assert "callbacks" not in read_for_test
+    assert "state" not in read_for_test["run"]
 
 
 @pytest.mark.parametrize("command", ["test", "predict", "export"])

@@ -62,6 +62,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def __init__(self) -> None:
         # The fingerprint of the contents that are read next. None: they may be any.
         self.reads_next: str | None = None
+        # Whether what is read is used as a stranger's.
+        self.reads_no_states = False
         self._is_proved = False
         self._has_told_left_out = False
 
@@ -136,6 +138,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         expected, self.reads_next = self.reads_next, None
         if expected is not None:
             refuse_other_contents(mapped, expected, Path(path))
+        if self.reads_no_states:
+            mapped = without_states(mapped)
+            # Lightning looks into it where it is there.
+            del mapped["loops"]
         weights = mapped.pop("state_dict")
         return {"state_dict": weights, **Staging().copy(mapped)}
 
