@@ -24,7 +24,7 @@ from unbroken.cli import start as entry
 from unbroken.errors import UserError
 from unbroken.loggers.metrics_csv import MetricsCSV
 from unbroken.run_folder import RunFolder, choose, find_checkpoint, newest_run, point_latest_at
-from unbroken.storage.checkpoint_files import AtomicCheckpointIO, damage, load_weights
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO, damage, load_weights, read
 from unbroken.storage.files import write_atomically
 from unbroken.storage.run_files import RunFiles
 
@@ -292,7 +292,7 @@ def test_objects_of_a_modules_own_entries_are_left_out_said_once_and_made_anew(
     assert resumed.count == 60
     assert differences(whole.state_dict(), resumed.state_dict(), "weights") == []
     again = Scaled()
-    assert load_weights(again, tmp_path / "cut" / "last.ckpt")
+    assert load_weights(again, read(tmp_path / "cut" / "last.ckpt"), tmp_path)
     assert again.scaler.factor == 2
     assert again.count == 60
 
@@ -415,7 +415,7 @@ def test_expanded_and_sparse_buffers_are_loaded_into_a_module(tmp_path: Path) ->
     weights = first.state_dict()
     contents = {"state_dict": weights, "loops": {}}
     AtomicCheckpointIO().save_checkpoint(contents, tmp_path / "x.ckpt")
-    assert load_weights(second, tmp_path / "x.ckpt")
+    assert load_weights(second, read(tmp_path / "x.ckpt"), tmp_path)
     assert torch.equal(second.layer.weight, first.layer.weight)
     assert torch.equal(second.adjacency.to_dense(), torch.eye(3))
 

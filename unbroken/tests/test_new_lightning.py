@@ -155,6 +155,7 @@ PARAMETERS = {
     "lightning.pytorch.strategies:Strategy.process_dataloader": "self dataloader",
     "lightning.pytorch.strategies:Strategy.on_train_start": "self",
     "lightning.pytorch.plugins:Precision.convert_input": "self data",
+    "jsonargparse._common:denying_import_path_entry": "path",
     "torch.distributed:all_gather": "tensor_list tensor group async_op",
     "torch._utils:ExceptionWrapper": "exc_info where",
     "torch.utils._pytree:tree_leaves": "tree is_leaf",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import importlib
 import os
 import pickle
 import re
@@ -10,24 +11,28 @@ import shutil
 import socket
 import struct
 import sys
+import textwrap
 import threading
 import time
 import warnings
 import zipfile
 import zlib
-from argparse import Namespace
+from argparse import ArgumentError, Namespace
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import GenericAlias, ModuleType, UnionType
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from numerals.fit import job as fit
+from numerals.model import MNISTClassifier
 from torch import nn
 from unbroken.cli import start as entry
 from unbroken.cli.moved_names import with_names_of_now
@@ -51,6 +56,7 @@ from unbroken.storage.checkpoint_files import (
 from unbroken.tasks.by_name import imports_judged_by, named_class
 from unbroken.trust import keys, torch_file
 from unbroken.trust.archive import END, ENTRY, LOCAL, NoArchive
+from unbroken.trust.imports import imports_asked_of
 from unbroken.trust.places import is_inside, is_place
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger, is_allowed
@@ -224,7 +230,6 @@ REFUSED: dict[str, Callable[[dict[str, Any]], None]] = {
     "as YAML": model("network", "{class_path: subprocess.Popen, init_args: {args: touch canary}}"),
     "in a key": model("optimizer_args", {"{class_path: subprocess.Popen}": 1}),
     "with a dot": model("optimizer_args", {"x.class_path": "subprocess.Popen"}),
-    "a name as text": model("optimizer", "subprocess.Popen"),
     "a loss as text": model("loss", "unittest.__main__.json"),
     "arguments alone": model("network", {"init_args": COMMAND}),
     "a list of arguments": model("network", {"class_path": "torch.nn.Linear", "init_args": [1]}),
@@ -243,6 +248,13 @@ REFUSED: dict[str, Callable[[dict[str, Any]], None]] = {
             "unbroken.tasks.SupervisedModule",
             network=spec("torch.nn.Flatten"),
             loss="checkpoints.run-1.evil.Net",
+        )
+    ),
+    "a metric of any name": lambda contents: contents["run"]["config"].update(
+        model=spec(
+            "unbroken.tasks.SupervisedModule",
+            network=spec("torch.nn.Flatten"),
+            metrics={"monitor": "checkpoints.theirs.evil.Net"},
         )
     ),
     "a data module": lambda contents: contents["run"]["config"].update(data=POPEN),
@@ -278,6 +290,7 @@ REFUSED: dict[str, Callable[[dict[str, Any]], None]] = {
 }
 # What is not used at all, so that these commands work. Only a resume is refused.
 HARMLESS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "a name as text": model("optimizer", "subprocess.Popen"),
     "beside": trainer("logger", [spec("CSVLogger", save_dir="file://../checkpoints/x")]),
     "root": trainer("logger", [spec("CSVLogger", save_dir="file:///../checkpoints/x")]),
     "http": trainer("logger", [spec("CSVLogger", save_dir="http://127.0.0.1:PORT/../x")]),
@@ -669,30 +682,105 @@ def test_an_ordinary_text_is_used_as_it_is(text: str, tmp_path: Path) -> None:
     assert Stranger(tmp_path, [], {}).settings(given) == given
 
 
+# The gate before each import
+
+
+EVIL = "checkpoints.theirs.evil.Net"
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A module of a stranger's, in a folder that Python looks into."""
+    folder = Path("checkpoints/theirs")
+    folder.mkdir(parents=True)
+    (folder / "evil.py").write_text(f"open({CANARY!r}, 'w')\nclass Net: ...\n")
+    monkeypatch.syspath_prepend(str(Path.cwd()))
+    yield
+    assert not Path(CANARY).exists()
+
+
+def stranger_with(value: Any, typed: dict[str, Any] | None = None) -> Stranger:
+    """A stranger whose file has this argument."""
+    stranger = Stranger(Path("x"), [], typed or {})
+    stranger.settings({"model": spec(CLASSIFIER, x=value)})
+    return stranger
+
+
+def parsed_as(hint: Any, value: Any) -> Any:
+    """What the command line's parser makes of a value, for an argument of that type."""
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--x", type=hint)
+    return parser.parse_object({"x": value}).x
+
+
+@pytest.mark.parametrize("name", [EVIL, "os.system", "antigravity.fly", "torch.hub.load"])
 @pytest.mark.parametrize(
-    "name",
+    ("hint", "value"),
     [
-        *("test.support.X", "checkpoints.run-1.evil.Net", "checkpoints..evil.Net", "torch.nn."),
-        *(
-            "torch.nn.Linear.",
-            "torch.nn.linear.Linear",
-            "Torch.nn.Linear",
-            "torch.nn.Linear.forward",
-        ),
-        *("torch.nn.modules.linear.Linear.x", "torch.nn.Linear()", "os.system", "this.x"),
+        (nn.Module, "{}"),
+        (Callable[..., Any], "{}"),
+        (Callable[[int], nn.Module], "{}"),
+        (type[nn.Module], "{}"),
+        (type, "{}"),
+        (ModuleType, "{}"),
+        (UnionType, "{} | None"),
+        (GenericAlias, "list[{}]"),
+        (dict[str, nn.Module], {"monitor": "{}"}),
+        (dict[str, list[Callable[..., Any]]], {"monitor": ["{}"]}),
+        (tuple[int, Callable[..., Any] | None], [1, "{}"]),
     ],
 )
-def test_a_text_that_could_be_imported_is_a_class_that_is_allowed(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_name_is_asked_for_before_it_is_imported_whatever_takes_it(
+    hint: Any, value: Any, name: str, planted: None
 ) -> None:
-    Path("checkpoints").mkdir()
-    Path("Torch").mkdir()
-    monkeypatch.syspath_prepend(str(Path.cwd()))
-    for place in ("network", "loss", "optimizer"):
-        with pytest.raises(UserError, match=f"names {re.escape(name)}, which is no class of yours"):
-            Stranger(tmp_path, [], {}).settings({"model": spec(CLASSIFIER, **{place: name})})
-    allowed = {"model": spec(CLASSIFIER, loss="torch.nn.modules.linear.Linear")}
-    assert Stranger(tmp_path, [], {}).settings(allowed) == allowed
+    def named(part: Any) -> Any:
+        if isinstance(part, dict):
+            return {key: named(item) for key, item in part.items()}
+        if isinstance(part, list):
+            return [named(item) for item in part]
+        return part.format(name) if isinstance(part, str) else part
+
+    value = named(value)
+    with (
+        watched() as deeds,
+        imports_asked_of(stranger_with(value)),
+        pytest.raises(
+            (UserError, ArgumentError), match=r"which is no class of yours|type expression"
+        ),
+    ):
+        parsed_as(hint, value)
+    assert not deeds.events
+    assert "antigravity" not in sys.modules
+
+
+def test_a_text_is_a_name_only_where_what_takes_it_asks_for_one(planted: None) -> None:
+    for text in (EVIL, "test.loss", "os.system"):
+        with watched() as deeds, imports_asked_of(stranger_with({"x": text})):
+            assert parsed_as(str, text) == text
+            assert parsed_as(dict[str, Any], {"network": text}) == {"network": text}
+        assert not deeds.events
+
+
+def test_what_the_user_names_is_imported_beside_a_strangers_texts(planted: None) -> None:
+    with imports_asked_of(stranger_with(["dedent", "CTCLoss", "torch.nn.ReLU"])):
+        # As a default, which no text of the file names
+        assert parsed_as(Callable[..., Any], "textwrap.dedent") is textwrap.dedent
+        assert parsed_as(nn.Module, "CTCLoss").class_path == "torch.nn.CTCLoss"
+        assert parsed_as(type[nn.Module], "torch.nn.ReLU") is nn.ReLU
+    # Typed, and in the file as well
+    with imports_asked_of(stranger_with("textwrap.dedent", {"model.x": "textwrap.dedent"})):
+        assert parsed_as(Callable[..., Any], "textwrap.dedent") is textwrap.dedent
+    assert parsed_as(type, "collections.Counter") is Counter, "the gate stands no more"
+
+
+def test_code_of_ones_own_that_imports_by_name_imports_nothing_of_a_strangers(
+    planted: None,
+) -> None:
+    with imports_asked_of(stranger_with([EVIL, "yours/evil"])):
+        with pytest.raises(UserError, match=f"names {EVIL}, which is no class of yours"):
+            importlib.import_module(EVIL.rpartition(".")[0])
+        assert "checkpoints" not in sys.modules
+        importlib.import_module("colorsys")
 
 
 def test_the_name_of_a_metric_is_no_module(tmp_path: Path) -> None:
@@ -946,7 +1034,7 @@ def test_a_class_that_was_typed_needs_no_flag_later_nor_on_a_machine_with_the_ke
 def test_a_colleagues_ordinary_run_is_tested_without_a_flag_and_its_weights_start_a_new_one(
     trained: Path, on_another_machine: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert not record(trained)["is_own"]
+    assert not is_own(read(trained))
     for command in ("test", "predict", "export"):
         shutil.copytree(trained.parent, "checkpoints/theirs", dirs_exist_ok=True)
         draw_digit()
@@ -957,8 +1045,107 @@ def test_a_colleagues_ordinary_run_is_tested_without_a_flag_and_its_weights_star
     assert "6 of 6 tensors taken" in capsys.readouterr().out
 
 
+# The file that is judged is the file that is used
+
+
+class Swaps:
+    """Puts a stranger's file in the place of another as soon as that was read so many times."""
+
+    def __init__(self, trained: Path, after: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        shutil.copytree(trained.parent, "checkpoints/r")
+        Path("checkpoints/r/evil.py").write_text(f"open({CANARY!r}, 'w')\n")
+        monkeypatch.syspath_prepend(str(Path.cwd()))
+        contents = checkpoint(trained)
+        contents["run"]["config"]["trainer"]["callbacks"] = [spec("checkpoints.r.evil.X")]
+        contents["callbacks"]["Evil"] = {"path": "/precious"}
+        contents["run"]["seal"] = None
+        torch.save(contents, "evil.ckpt")
+        self.reads = 0
+        self._after = after
+        monkeypatch.setattr(checkpoint_files, "read_file", self._read)
+
+    def _read(self, path: Path, check_sums: bool = False) -> Any:
+        found = read_file(path, check_sums)
+        self.reads += 1
+        if self.reads == self._after:
+            os.replace("evil.ckpt", path)
+        return found
+
+
+RESUME = ["--run_name", "r", "--ckpt_path", "last", "--max_epochs", "2"]
+BEST = ["--ckpt_path", "checkpoints/r/best.ckpt"]
+
+
+@pytest.mark.parametrize(
+    ("main", "words", "after"),
+    [
+        *((fit.main, RESUME, after) for after in (2, 3)),
+        (fit.main, [*RESUME, "--trust_checkpoint", "true"], 3),
+        (COMMANDS["test"][0], BEST, 1),
+    ],
+)
+def test_a_file_that_is_replaced_between_two_reads_is_refused(
+    main: Any,
+    words: list[str],
+    after: int,
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    swaps = Swaps(trained, after, monkeypatch)
+    capsys.readouterr()
+    assert entry.exit_code(main, words) == 2
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert "was replaced while it was read, and nothing of the new file was used" in lines[0]
+    assert swaps.reads == after + 1
+    assert not Path(CANARY).exists()
+
+
+def test_the_best_that_another_has_put_there_gives_a_runs_test_its_weights_alone(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    contents = checkpoint(trained)
+    contents["run"]["seal"] = None
+    contents["callbacks"]["Evil"] = {"path": "/precious"}
+    torch.save(contents, "evil.ckpt")
+    seen: list[Any] = []
+    load_checkpoint = AtomicCheckpointIO.load_checkpoint
+
+    def load_and_note(io: AtomicCheckpointIO, path: Any, *more: Any, **kwargs: Any) -> Any:
+        seen.append(load_checkpoint(io, path, *more, **kwargs))
+        return seen[-1]
+
+    def replace_best(*_: object) -> None:
+        os.replace("evil.ckpt", "checkpoints/r/best.ckpt")
+
+    monkeypatch.setattr(AtomicCheckpointIO, "load_checkpoint", load_and_note)
+    monkeypatch.setattr(MNISTClassifier, "on_fit_end", replace_best)
+    assert fit.main([*FEW, *MLP, *SHORT, "--run_name", "r"]) == 0
+    assert "best.ckpt has no seal of yours: its weights alone are" in capsys.readouterr().out
+    (read_for_test,) = seen
+    assert "callbacks" not in read_for_test
+    assert "state" not in read_for_test["run"]
+
+
+@pytest.mark.parametrize("command", ["test", "predict", "export"])
+def test_what_is_judged_is_what_a_command_uses(
+    command: str, trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stranger's file, replaced by another that these commands would refuse."""
+    contents = checkpoint(trained)
+    contents["run"]["seal"] = None
+    Path(THEIRS).parent.mkdir(parents=True)
+    torch.save(contents, THEIRS)
+    swaps = Swaps(trained, 1, monkeypatch)
+    draw_digit()
+    main, words = COMMANDS[command]
+    assert entry.exit_code(main, words) == 0
+    assert swaps.reads == 1
+
+
 def test_a_changed_entry_makes_a_file_a_strangers(trained: Path) -> None:
-    assert record(trained)["is_own"]
+    assert is_own(read(trained))
     changes: list[Callable[[dict[str, Any]], Any]] = [
         lambda contents: contents["run"]["config"]["model"]["init_args"].update(lr=0.5),
         lambda contents: contents["callbacks"].update(Evil={"path": "/"}),
@@ -1017,7 +1204,7 @@ def test_a_strangers_values_are_bounded_and_ones_own_are_not(
     contents["callbacks"]["more"] = [1.5] * many
     monkeypatch.setattr(torch_file, "MOST_STEPS", 3000)
     AtomicCheckpointIO().write(contents, path)
-    assert record(path)["is_own"]
+    assert record(read(path), path)["is_own"]
     refused = "claims more than it can hold .it has very many values beside its tensors"
     contents["callbacks"]["more"][0] = 2.5
     with pytest.raises(UserError, match=refused):
@@ -1068,10 +1255,10 @@ def test_a_strangers_weights_are_numbers_of_the_modules_own_kind(
     weights._metadata["layer"] = {"version": 1} | STEERED
     path = in_a_file(tmp_path / "x.ckpt", {"state_dict": weights, "loops": {}})
     if fits:
-        assert load_weights(module, path, own=False)
+        assert load_weights(module, read(path), path, own=False)
     else:
         with pytest.raises(UserError, match=r"layer\.weight is complex64 and not float32"):
-            load_weights(module, path, own=False)
+            load_weights(module, read(path), path, own=False)
     assert module.layer.weight is before
     assert before.dtype is torch.float32
     assert module.layer(torch.ones(1, 2)).shape == (1, 1)
@@ -1082,7 +1269,7 @@ def test_what_a_run_records_has_names(entry_of_run: str, trained: Path, tmp_path
     contents = checkpoint(trained)
     contents["run"].setdefault(entry_of_run, {})[1] = 2
     with pytest.raises(UserError, match=rf"its entry run\.{entry_of_run} is not what this project"):
-        record(in_a_file(tmp_path / "x.ckpt", contents))
+        record(read(in_a_file(tmp_path / "x.ckpt", contents)), tmp_path)
 
 
 def test_a_key_in_the_environment_is_shared_by_those_who_have_it(

@@ -87,6 +87,7 @@ NAMES = {
 # The same of the command line. A Trainer in a script of the user's own needs none of them.
 NAMES_OF_THE_PARSER = {
     "jsonargparse._optionals": ["_config_read_mode"],
+    "jsonargparse._common": ["denying_import_path_entry"],
 }
 
 
@@ -661,6 +662,30 @@ def values_are_no_files() -> Iterator[None]:
         yield
     finally:
         options._config_read_mode = mode
+
+
+@contextmanager
+def parser_asks_before_it_imports(ask: Callable[[str], None]) -> Iterator[None]:
+    """Inside, a parser calls ``ask`` with each name that a value gives, before it imports what has
+    that name. ``ask`` raises where that may not be.
+
+    Buys: nothing that a stranger's file names is imported before it is judged. The parser looks
+    each such name up in its list of names that are denied. Public way missing: such a list is fixed
+    beforehand, and holds until the process ends.
+    """
+    check(NAMES_OF_THE_PARSER)
+    common: Any = importlib.import_module("jsonargparse._common")
+    look_up = common.denying_import_path_entry
+
+    def ask_and_look_up(path: str) -> Any:
+        ask(path)
+        return look_up(path)
+
+    common.denying_import_path_entry = ask_and_look_up
+    try:
+        yield
+    finally:
+        common.denying_import_path_entry = look_up
 
 
 # Profiling

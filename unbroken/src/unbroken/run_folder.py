@@ -22,7 +22,13 @@ from unbroken.mirror.mirror import OWNER_FILE, Mirror
 from unbroken.mirror.store import is_address
 from unbroken.mirror.visiting import fetch_checkpoint
 from unbroken.stopping.ranks import is_rank_zero, say
-from unbroken.storage.checkpoint_files import is_own, read, read_or_reason, record_in
+from unbroken.storage.checkpoint_files import (
+    fingerprint,
+    is_own,
+    read,
+    read_or_reason,
+    record_in,
+)
 from unbroken.storage.files import write_atomically
 from unbroken.storage.run_files import newest_whole
 from unbroken.trust.places import is_inside
@@ -63,6 +69,8 @@ class RunFolder:
     # Whether the checkpoint is the user's own: by its seal, or because it is in the mirror that he
     # has typed
     is_own: bool = False
+    # Of the contents of which ``is_own`` speaks: who reads the file again uses only these.
+    fingerprint: str = ""
     # Settings that differ from those in the checkpoint, such as ``model.lr: 0.01 → 0.003``
     changes: list[str] = field(default_factory=list)
     # Where the run is copied to; used on rank zero alone
@@ -299,7 +307,9 @@ def choose(
     if run.checkpoint is not None:
         # What is wrong with the file is told by who uses it.
         with contextlib.suppress(UserError):
-            run.is_own = (mirror is not None and mirror.holds_run) or is_own(read(run.checkpoint))
+            contents = read(run.checkpoint)
+            run.is_own = (mirror is not None and mirror.holds_run) or is_own(contents)
+            run.fingerprint = fingerprint(contents)
     return run
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,13 +29,15 @@ from unbroken.run_folder import ROOT, RunFolder, choose, find_checkpoint
 from unbroken.stopping.ranks import decided_by_rank_zero, say
 from unbroken.storage.checkpoint_files import (
     CHOSEN,
+    fingerprint,
     load_weights,
     misfits_as_errors,
     read,
     record,
+    refuse_other_contents,
     refuse_other_kinds_of_numbers,
 )
-from unbroken.tasks.by_name import imports_judged_by
+from unbroken.trust.imports import imports_asked_of
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger
 
@@ -91,7 +93,9 @@ def _resumed_configuration(
     """The configuration of a run that goes on; what differs from the checkpoint's is noted in
     ``run.changes``.
     """
-    known = record(checkpoint, to_resume=True)
+    contents = read(checkpoint, check_sums=True)
+    refuse_other_contents(contents, run.fingerprint, checkpoint)
+    known = record(contents, checkpoint, to_resume=True)
     if not (run.is_own or is_trusted(line)):
         raise UserError(
             f"--ckpt_path {checkpoint} has no seal of yours, and a resume takes over all that it"
@@ -111,7 +115,7 @@ def _resumed_configuration(
     chosen = Chosen(known.get(CHOSEN))
     config = configure(program, "fit", argv, base, chosen)
     # Weights that do not fit become one line here; the Trainer would end in a traceback.
-    load_weights(config.module, checkpoint, late=True, again=True)
+    load_weights(config.module, contents, checkpoint, late=True, again=True)
     if isinstance(config.datamodule, contract.StaysWithSource):
         # It has several sources, and the earlier run's is used.
         config.datamodule.stay_with(known.get("data_source"))
@@ -140,6 +144,8 @@ class Loaded:
     is_own: bool = True
     # Settings of model and data that differ from the checkpoint's
     changes: list[str] = field(default_factory=list)
+    # Of the user's own contents, see :func:`unbroken.storage.checkpoint_files.fingerprint`
+    fingerprint: str = ""
 
     @property
     def class_names(self) -> list[str]:
@@ -168,9 +174,13 @@ def load(
         again: The weights will be loaded once more by Lightning, see :func:`load_weights`.
     """
     arguments = argv or []
-    run = record(path)
+    # It is read once: what is judged is what is used.
+    contents = read(path, check_sums=True)
+    run = record(contents, path)
     line = CommandLine(arguments, program.networks)
     own = run["is_own"] or is_trusted(line)
+    # Of the contents as they were read. What follows may change them.
+    judged = fingerprint(contents) if own else ""
     saved = run.pop("config")
     stranger = None
     if own:
@@ -189,26 +199,32 @@ def load(
         say(f"{path}: {unknown}.")
     leave_out_compiling_and_downloads(base)
     before = base if stranger is None else base | stranger.left_out
-    with contextlib.nullcontext() if stranger is None else used_of(stranger):
-        config = configure(program, "test", arguments, base, stranger=stranger)
-        # Lightning loads only what is the user's.
-        again = again and own
-        fits = load_weights(config.module, path, late=True, again=again, own=own)
-    if contract.describes_data(config.datamodule):
-        config.datamodule.describe(run.pop("data", {}))
-    if not fits and not again:
-        _set_up_and_load(config, path, own)
+    # Lightning loads only what is the user's.
+    again = again and own
+    with contextlib.ExitStack() as gate:
+        if stranger is not None:
+            gate.enter_context(imports_asked_of(stranger))
+        tensors = len(contents["state_dict"])
+        with contextlib.nullcontext() if stranger is None else bounded_by(path, tensors):
+            config = configure(program, "test", arguments, base, stranger=stranger)
+            fits = load_weights(config.module, contents, path, late=True, again=again, own=own)
+        if contract.describes_data(config.datamodule):
+            config.datamodule.describe(run.pop("data", {}))
+        if not fits and not again:
+            set_up(config)
+            load_weights(config.module, contents, path, again=True, own=own)
     differing = without_control_characters(differences(before, config.resolved))
     changes = [line for line in differing if line.startswith(("model", "data"))]
-    return Loaded(config.module.eval(), config.datamodule, config, run, path, own, changes)
-
-
-@contextlib.contextmanager
-def used_of(stranger: Stranger) -> Iterator[None]:
-    """Inside, what a stranger's configuration makes is bounded, and so is what it imports."""
-    tensors = len(read(stranger.path)["state_dict"])
-    with bounded_by(stranger.path, tensors), imports_judged_by(stranger.allows):
-        yield
+    return Loaded(
+        module=config.module.eval(),
+        datamodule=config.datamodule,
+        config=config,
+        run=run,
+        path=path,
+        is_own=own,
+        changes=changes,
+        fingerprint=judged,
+    )
 
 
 def leave_out_what_is_no_longer_taken(program: Program, base: dict[str, Any]) -> str:
@@ -250,8 +266,8 @@ def leave_out_compiling_and_downloads(base: dict[str, Any]) -> None:
         arguments["weights"] = None
 
 
-def _set_up_and_load(config: Configuration, path: Path, own: bool) -> None:
-    """Load weights of layers that are made in ``setup``, as it is called for a test, or for a
+def set_up(config: Configuration) -> None:
+    """Let a module make the layers that it makes in ``setup``, as it is called for a test, or for a
     prediction where the module has no test.
     """
     trainer = Trainer(
@@ -264,10 +280,9 @@ def _set_up_and_load(config: Configuration, path: Path, own: bool) -> None:
     # Without a test_step Lightning refuses a test before it calls setup.
     has_test = is_overridden("test_step", config.module)
     call_setup = trainer.test if has_test else trainer.predict
-    # The data may be missing, for example. Then the weights do not fit, which is told below.
+    # The data may be missing, for example. Then the weights do not fit, which is told later.
     with contextlib.suppress(Exception):
         call_setup(config.module, config.datamodule)
-    load_weights(config.module, path, again=True, own=own)
 
 
 # What draws in a setup() that comes later, such as a split, draws as in a run without it.

@@ -5,6 +5,8 @@ cannot work.
 import math
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +36,31 @@ COUNTS: dict[str, int | None] = {
 }
 PROCESSES_PER_CORE = 4  # more ranks than that on CPU cores only swap
 THREADS_PER_CORE = 4  # more threads than that would wait for each other in every operation
+
+
+@contextmanager
+def reading_only(
+    trainer: Trainer, fingerprint: str | None, with_states: bool = True
+) -> Iterator[None]:
+    """Inside, the first checkpoint that a Trainer reads must have the contents of this fingerprint:
+    what was judged is what is used. None: any may be read.
+
+    Args:
+        trainer: Of :func:`trainer_flags`.
+        fingerprint: See :func:`unbroken.storage.checkpoint_files.fingerprint`.
+        with_states: Whether more than the weights is used, because the file is the user's.
+    """
+    io = trainer.strategy.checkpoint_io
+    # trainer_flags has put it there.
+    assert isinstance(io, AtomicCheckpointIO)
+    io.reads_next = fingerprint
+    io.reads_no_states = not with_states
+    try:
+        yield
+    finally:
+        # Where other processes have trained, this one has read nothing.
+        io.reads_next = None
+        io.reads_no_states = False
 
 
 def trainer_flags(config: Configuration) -> dict[str, Any]:

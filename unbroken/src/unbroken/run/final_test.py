@@ -2,7 +2,8 @@
 on any device.
 """
 
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from unbroken.cli.cli import Configuration
+from unbroken.cli.trainer_flags import reading_only
+from unbroken.errors import UserError
 from unbroken.stopping.ranks import say
+from unbroken.storage.checkpoint_files import fingerprint, is_own, read
+from unbroken.trust import keys
 
 
 def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
@@ -53,6 +58,27 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
         say(f"not tested: {error}")
         return {}
     return {name: float(value) for metrics in found for name, value in metrics.items()}
+
+
+@contextmanager
+def reading_best(trainer: Trainer, path: Path | None, is_trusted: bool) -> Iterator[None]:
+    """Inside, a Trainer reads the best checkpoint of its run as rank zero has judged it.
+
+    The run has written it some time ago. Of a file that no run of this user has written, the
+    weights alone are used. Where nothing can be sealed, a run's own file is no other than another.
+    """
+    judged: tuple[bool, str | None] = (True, None)
+    if path is not None and trainer.is_global_zero:
+        # What is wrong with the file is told by who uses it.
+        with suppress(UserError):
+            contents = read(path)
+            takes_states = is_trusted or is_own(contents) or keys.seal(()) is None
+            judged = (takes_states, fingerprint(contents))
+            if not takes_states:
+                say(f"{path} has no seal of yours: its weights alone are tested.")
+    with_states, expected = trainer.strategy.broadcast(judged)
+    with reading_only(trainer, expected, with_states):
+        yield
 
 
 def lacks_for_test(module: LightningModule, data: LightningDataModule | None) -> str | None:

@@ -16,6 +16,7 @@ from unbroken.cli.plain_values import dump_yaml
 from unbroken.cli.program import Program
 from unbroken.cli.read_checkpoint import read_configuration, start_from
 from unbroken.cli.refusals import refusals_as_errors
+from unbroken.cli.trainer_flags import reading_only
 from unbroken.errors import UserError
 from unbroken.lightning_internals import release_child_processes
 from unbroken.loggers.chosen import commands_to_look
@@ -31,7 +32,7 @@ from unbroken.results.run_result import (
     read_epochs,
     read_series,
 )
-from unbroken.run.final_test import final_test, lacks_for_test
+from unbroken.run.final_test import final_test, lacks_for_test, reading_best
 from unbroken.run.progress import RunTimer, closing_lines, stopped_lines
 from unbroken.run_folder import RunFolder
 from unbroken.stopping import signals
@@ -120,8 +121,12 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
     timer = the(RunTimer, trainer)
     checkpoint = the(ExactCheckpoint, trainer)
     is_tested = False
+    judged = None if run.checkpoint is None else run.fingerprint
     try:
-        with refusals_as_errors(run.checkpoint, lambda: timer.begun):
+        with (
+            refusals_as_errors(run.checkpoint, lambda: timer.begun),
+            reading_only(trainer, judged),
+        ):
             trainer.fit(
                 config.module,
                 datamodule=config.datamodule,
@@ -131,7 +136,10 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
         refuse_training_of_no_step(run, trainer, checkpoint)
         result = result_of(config, run, trainer)  # before the test changes the precision
         best_path = checkpoint.best_path if checkpoint.saves else None
-        with refusals_as_errors(None, lambda: timer.begun):
+        with (
+            refusals_as_errors(None, lambda: timer.begun),
+            reading_best(trainer, best_path, takes_any(run, config)),
+        ):
             result.summary.metrics |= final_test(trainer, config, best_path)
         is_tested = True
         signals.state.deferring = False  # every step is saved: a signal ends the run here
@@ -161,6 +169,11 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
         raise
     finally:
         release_child_processes()
+
+
+def takes_any(run: RunFolder, config: Configuration) -> bool:
+    """Whether the user trusts what lies in the run's folder, whoever has written it."""
+    return config.options.trust_checkpoint or (run.mirror is not None and run.mirror.holds_run)
 
 
 def note_the_other_half(error: Exception, config: Configuration) -> None:

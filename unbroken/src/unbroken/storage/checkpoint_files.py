@@ -76,6 +76,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def __init__(self) -> None:
+        # The fingerprint of the contents that are read next. None: they may be any.
+        self.reads_next: str | None = None
+        # Whether what is read is used as a stranger's.
+        self.reads_no_states = False
         self._is_proved = False
         self._has_told_left_out = False
 
@@ -141,8 +145,19 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         The weights stay on the file's pages, because the module copies them from there. All else is
         in memory: an optimizer takes the tensors themselves, and a training keeps them.
+
+        Raises:
+            UserError: The file cannot be read, or has other contents than ``reads_next`` says.
         """
         mapped = read(Path(path))
+        # The run saves to the same path later, and may read it again.
+        expected, self.reads_next = self.reads_next, None
+        if expected is not None:
+            refuse_other_contents(mapped, expected, Path(path))
+        if self.reads_no_states:
+            mapped = without_states(mapped)
+            # Lightning looks into it where it is there.
+            del mapped["loops"]
         weights = mapped.pop("state_dict")
         return {"state_dict": weights, **Staging().copy(mapped)}
 
@@ -248,6 +263,26 @@ def _with_versions_alone(weights: dict[str, Any]) -> dict[str, Any]:
 def _length_sealed(length: int) -> str:
     """The text that is sealed for the length of another one. No other text begins like this."""
     return f"length {length}"
+
+
+def fingerprint(checkpoint: dict[str, Any]) -> str:
+    """What tells the contents of a checkpoint from any others, but for the values of tensors.
+
+    A path is no such thing: another file may lie there a moment later.
+    """
+    found = hashlib.sha256()
+    for part in _pieces(checkpoint, with_all=True):
+        found.update(part.encode(errors="backslashreplace"))
+    return found.hexdigest()
+
+
+def refuse_other_contents(checkpoint: dict[str, Any], expected: str, path: Path) -> None:
+    """A UserError where a file that was read again does not hold what was judged before."""
+    if fingerprint(checkpoint) != expected:
+        raise UserError(
+            f"--ckpt_path {path} was replaced while it was read, and nothing of the new file was"
+            " used. If it is yours, try again."
+        )
 
 
 def without_states(checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -692,13 +727,17 @@ SECTIONS: dict[str, Any] = dict.fromkeys(("model", "data", "trainer"), (dict, ty
 RESTORED = ("loops", "optimizer_states", "lr_schedulers")
 
 
-def record(path: Path, to_resume: bool = False) -> dict[str, Any]:
+def record(checkpoint: dict[str, Any], path: Path, to_resume: bool = False) -> dict[str, Any]:
     """What a checkpoint records about its run: ``config``, ``run_name``, ``data_source``,
-    ``metrics``, ...; and as ``is_own`` whether a run of this user wrote it. A UserError where the
-    file is unusable, not written by this project, or changed since (``to_resume``: also in what
-    :func:`outline` tells apart).
+    ``metrics``, ...; and as ``is_own`` whether a run of this user wrote it. A UserError where it is
+    not written by this project, or changed since (``to_resume``: also in what :func:`outline` tells
+    apart).
+
+    Args:
+        checkpoint: What was read from the file.
+        path: The file, for the error.
+        to_resume: Whether a run goes on from it.
     """
-    checkpoint = read(path, check_sums=True)
     run = record_in(checkpoint)
     if "config" not in run:
         raise UserError(
@@ -785,10 +824,28 @@ def _changed(path: Path, key: str) -> UserError:
     )
 
 
+def with_own_containers(value: Any) -> Any:
+    """A value whose containers a hook may change without changing the value's own. The tensors are
+    the same ones.
+    """
+    kind = type(value)
+    if kind in MAPPINGS:
+        made: Any = kind()
+        for key, item in value.items():
+            made[key] = with_own_containers(item)
+        if kind is OrderedDict:
+            vars(made).update(vars(value))
+        return made
+    if kind in (list, tuple):
+        return kind([with_own_containers(item) for item in value])
+    return set(value) if kind is set else value
+
+
 # What draws in a setup() that comes later, such as a split, draws as in a new run.
 @isolate_rng()
 def load_weights(
     module: LightningModule,
+    checkpoint: dict[str, Any],
     path: Path,
     late: bool = False,
     again: bool = False,
@@ -798,7 +855,8 @@ def load_weights(
 
     Args:
         module: As it was made, before its ``setup``.
-        path: The checkpoint.
+        checkpoint: What was read from the file. It is not changed.
+        path: The file, for the error.
         late: Whether Lightning loads the weights later, after hooks that may make further layers.
         again: Whether Lightning loads the same weights once more, as for a resume.
         own: Whether the checkpoint is the user's. Of a stranger's, no states are used.
@@ -809,9 +867,7 @@ def load_weights(
     Raises:
         UserError: They do not fit.
     """
-    checkpoint = read(path)
-    if not own:
-        checkpoint = without_states(checkpoint)
+    checkpoint = with_own_containers(checkpoint if own else without_states(checkpoint))
     # SupervisedModule warns of it; here a misfit is an error.
     checkpoint.pop("network", None)
     module.configure_model()

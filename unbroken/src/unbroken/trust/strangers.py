@@ -4,8 +4,10 @@ that this file allows.
 The configuration is read here before the command line's parser sees it, and what comes out is a new
 one. It holds numbers, texts that the parser takes for nothing else, and classes.
 
-What the parser makes of it is judged once more, because a text becomes a class where an argument
-takes one. So each class was asked for under the name by which it is made.
+Whether a text names a class is known to who takes it: one and the same text may be a metric's name
+or a class. So the texts are kept, and who imports what one of them names asks here before, see
+:mod:`~unbroken.trust.imports`. A short name is found among what is imported already. So what the
+parser makes of it is judged once more, before any of it is made.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import importlib.util
 import inspect
 import re
 import sys
+import unicodedata
 from argparse import Namespace
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -49,8 +52,6 @@ MOST_VALUES = 2_000
 MOST_STEPS = 150_000
 STEPS_OF_CLASS = 400
 READ_AGAIN = 3
-# Arguments that hold the name of a metric, such as test.loss, which nobody imports
-METRICS = ("monitor",)
 
 
 def is_allowed(name: str, packages: Collection[str]) -> bool:
@@ -148,8 +149,9 @@ class Stranger:
     _steps: int = 0
     # How many classes are around what is read
     _level: int = 0
-    # The first part of a name → whether there is such a module. To look for one takes long.
-    _roots: dict[str, bool] = field(default_factory=dict)
+    # His texts, and the first place of each
+    _texts: dict[str, str] = field(default_factory=dict)
+    _is_judging: bool = False
 
     def settings(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """What is used of a configuration.
@@ -166,6 +168,32 @@ class Stranger:
     def allows(self, name: str) -> bool:
         """Whether what has this import path may be imported: it is typed, or is allowed."""
         return name in map(str, self.typed.values()) or self._is_allowed(name)
+
+    def refuse_import(self, name: str) -> None:
+        """Refuse to import what has this import path, where one of his texts names it and it is not
+        allowed. What no text of his names is the user's: a default, or typed.
+
+        Raises:
+            UserError: It is refused.
+        """
+        parts = unicodedata.normalize("NFKC", name).split(".")
+        for text, place in self._texts.items():
+            # A type such as "list[a.B]" names a class as well.
+            if all(part in text for part in parts) and not self.allows(name):
+                self._refuse_named(place, name)
+
+    def refuse_module(self, module: str) -> None:
+        """Refuse to import a module, or the package that it is in, for a name that is not allowed.
+
+        Raises:
+            UserError: It is refused.
+        """
+        if self._is_judging:
+            # To judge a name of the user's own code, its module is imported.
+            return
+        for text, place in self._texts.items():
+            if text.startswith(f"{module}.") and not self.allows(text):
+                self._refuse_named(place, text)
 
     def judge(self, place: str, given: Any, parsed: Any) -> None:
         """Refuse a class that the parser has made of what the file gives, and that is not allowed.
@@ -269,6 +297,7 @@ class Stranger:
         name = value["class_path"]
         typed = self.typed.get(f"{place}.class_path")
         if typed is None:
+            self._keep_text(place, name)
             self._refuse_name(place, name)
         elif str(typed).rpartition(".")[2] != name.rpartition(".")[2]:
             # The arguments are those of another class.
@@ -298,29 +327,32 @@ class Stranger:
             self._refuse(place, f"has a text of {len(text):,} characters")
         if not _is_plain(text):
             self._refuse(place, f"is no plain text: {text[:80]}")
-        root, dot, _ = text.partition(".")
-        is_metric = place.rpartition(".")[2] in METRICS
-        if dot and not is_metric and self._can_be_imported(root):
-            self._refuse_name(place, text)
+        self._keep_text(place, text)
 
-    def _can_be_imported(self, root: str) -> bool:
-        if root not in self._roots:
-            self._roots[root] = _can_be_imported(root)
-        return self._roots[root]
+    def _keep_text(self, place: str, text: str) -> None:
+        # Python reads the letters of a name in this form.
+        self._texts.setdefault(unicodedata.normalize("NFKC", text), place)
 
     def _is_allowed(self, name: str) -> bool:
         if not all(part.isidentifier() for part in name.split(".")):
             return False
+        was_judging = self._is_judging
+        self._is_judging = True
         try:
             return is_allowed(name, self.packages)
         except Exception:
             # A module of the user's own does not run.
             return False
+        finally:
+            self._is_judging = was_judging
 
     def _refuse_name(self, place: str, name: str) -> None:
         if not self._is_allowed(name):
-            named = f"names {name[:200]}, which is no class of yours, of a task or of torch.nn"
-            self._refuse(place, named, f"type --{place} CLASS, or")
+            self._refuse_named(place, name)
+
+    def _refuse_named(self, place: str, name: str) -> NoReturn:
+        named = f"names {name[:200]}, which is no class of yours, of a task or of torch.nn"
+        self._refuse(place, named, f"type --{place} CLASS, or")
 
     def _refuse(self, place: str, what: str, way: str = "") -> NoReturn:
         shown = without_control_characters(f"{place[:100]} in its configuration {what}")
@@ -345,11 +377,3 @@ def _is_plain(text: str) -> bool:
     except (yaml.YAMLError, ValueError, RecursionError):
         return False
     return value is None or type(value) in (bool, int, float) or value == text
-
-
-def _can_be_imported(root: str) -> bool:
-    """Whether there is a top-level module of this name. Nothing is imported."""
-    try:
-        return root in sys.modules or importlib.util.find_spec(root) is not None
-    except (ImportError, ValueError):
-        return False
