@@ -31,7 +31,7 @@ from unbroken.cli import start as entry
 from unbroken.cli.moved_names import with_names_of_now
 from unbroken.cli.plain_values import dump_yaml
 from unbroken.cli.program import Program
-from unbroken.cli.read_checkpoint import load
+from unbroken.cli.read_checkpoint import first_names, load
 from unbroken.commands import test as test_command
 from unbroken.commands.export import command as export
 from unbroken.commands.predict import command as predict
@@ -1187,6 +1187,14 @@ def test_control_characters_reach_no_terminal(
     line = error_of(capsys, COMMANDS["test"][0], "--ckpt_path", THEIRS)
     assert not set(evil) & set("\x1b\x07\x9b\u202e") & set(line)
     assert without_control_characters("a\tb\nc é 数") == "a\tb\nc é 数"
+
+
+def test_a_name_in_a_line_makes_no_line_of_its_own() -> None:
+    names = ["a\nerror: your key has leaked\nb", "\x1b[2J\u202e", "ordinary.weight"]
+    line = first_names(names)
+    assert line.isprintable()
+    assert "a error: your key has leaked b" in line
+    assert "ordinary.weight" in line
 
 
 # The reader
