@@ -247,7 +247,7 @@ def test_a_long_text_is_cut_and_a_runs_name_is_whole_and_no_command_of_the_termi
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    name = "a-run-with-a-name-that-is-longer-than-any-text-is-shown\x1b[2J"
+    name = "a-run-with-a-name-that-is-longer-than-any-text-is-shown\x1b[2J\u202e"
     make_run(root, name, optimizer="o" * 60)
     told = shown(capsys, root)
     assert "o" * 23 + "…" in told
@@ -257,7 +257,7 @@ def test_a_long_text_is_cut_and_a_runs_name_is_whole_and_no_command_of_the_termi
     for ending in ("csv", "json"):
         output = root.parent / f"out.{ending}"
         shown(capsys, root, "--output", str(output))
-        assert "\x1b" not in output.read_text()
+        assert not {"\x1b", "\u202e"} & set(output.read_text())
     assert name in [row["name"] for row in json.loads(output.read_text())]
 
 
