@@ -29,6 +29,12 @@ from unbroken.errors import UserError
 from tests.commands import complete, summary
 from tests.trained import trained_checkpoint
 
+# Markup, links, a line of its own, and commands of a terminal
+EVIL = (
+    "<script>x</script> [click](http://evil) ![a](b) https://evil www.evil.com"
+    "\n\nSent by itself\x1b[2J\u202e"
+)
+
 
 @pytest.fixture(scope="module")
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -158,6 +164,57 @@ def test_results_of_an_earlier_end_are_not_those_of_a_later_best_checkpoint(tmp_
         assert (f"| test/accuracy | {facts['test/accuracy']:.4f} |" in text) == is_there
         assert ("| test\\_loss | 0.5000 |" in text) == is_there
         assert ("name: test_loss\n" in text) == is_there
+
+
+def with_summary(folder: Path, facts: object) -> Loaded:
+    """A module as if it were of a checkpoint beside a ``summary.json``."""
+    facts = facts if isinstance(facts, str) else json.dumps(facts)
+    (folder / "summary.json").write_text(facts)
+    run = {"run_name": "r", "global_step": 1, "precision": EVIL, "metrics": {EVIL: 1, 2: 3}}
+    return dataclasses.replace(loaded_of(Made()), run=run, path=folder / "best.ckpt")
+
+
+def test_every_cell_of_a_card_is_escaped_whatever_it_should_be(tmp_path: Path) -> None:
+    facts = {
+        "run_name": "r",
+        "steps": 1,
+        f"test/{EVIL}": 0.5,
+        "versions": [1],
+        "train_samples": "x",
+    }
+    texts = ("hardware", "git_commit", "data_source", "epochs", "command")
+    loaded = with_summary(tmp_path, facts | dict.fromkeys(texts, EVIL))
+    _, matter, text = card(loaded).split("---\n", 2)
+    assert text.count("| precision |") == text.count("| hardware |") == 1
+    assert "| epochs |" not in text
+    # In code nothing is markup.
+    shown = re.sub("`[^`]*`", "", text)
+    assert not re.search(r"(?<!\\)[<\[]|(?<!\\)://|www\.", shown.replace("<!-- ", ""))
+    assert not {"\x1b", "\u202e"} & set(text + matter)
+    assert "\nSent by itself" not in text
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no such pipes")
+def test_a_summary_that_is_a_link_a_pipe_or_nested_deeply_is_not_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    loaded = with_summary(tmp_path, "[" * 100_000)
+    card(loaded)
+    assert "summary.json is nested too deeply, and the card does not show it" in (
+        capsys.readouterr().out
+    )
+    path = tmp_path / "summary.json"
+    secret = {"run_name": "r", "steps": 1, "test/secret": 1, "command": "--password hunter2"}
+    path.rename(tmp_path / "outside.json").write_text(json.dumps(secret))
+    path.symlink_to("outside.json")
+    text = card(loaded)
+    assert "secret" not in text
+    assert "hunter2" not in text
+    assert "summary.json is a link, and" in capsys.readouterr().out
+    path.unlink()
+    os.mkfifo(path)
+    card(loaded)
+    assert "summary.json is no ordinary file, and" in capsys.readouterr().out
 
 
 def test_weights_without_this_commands_card_are_not_replaced_and_its_own_are(

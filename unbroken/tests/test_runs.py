@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
@@ -26,6 +27,9 @@ from unbroken.commands.runs import page, saved_run, seeds
 from unbroken.mirror import lease
 from unbroken.mirror.manifest import Entry, Manifest
 from unbroken.mirror.store import Store
+from unbroken.results.run_result import thinned
+from unbroken.storage import reading
+from unbroken.tables import read_rows
 
 from tests.commands import SMALL, Process, popen
 from tests.trained import trained_checkpoint
@@ -243,13 +247,18 @@ def test_a_long_text_is_cut_and_a_runs_name_is_whole_and_no_command_of_the_termi
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    name = "a-run-with-a-name-that-is-longer-than-any-text-is-shown\x1b[2J"
+    name = "a-run-with-a-name-that-is-longer-than-any-text-is-shown\x1b[2J\u202e"
     make_run(root, name, optimizer="o" * 60)
     told = shown(capsys, root)
     assert "o" * 23 + "…" in told
     assert "o" * 24 not in told
     assert r"is-shown\x1b[2J" in told
     assert "\x1b" not in told
+    for ending in ("csv", "json"):
+        output = root.parent / f"out.{ending}"
+        shown(capsys, root, "--output", str(output))
+        assert not {"\x1b", "\u202e"} & set(output.read_text())
+    assert name in [row["name"] for row in json.loads(output.read_text())]
 
 
 def test_lists_are_sorted_and_written_as_csv(root: Path) -> None:
@@ -411,6 +420,14 @@ def test_damaged_files_of_a_run_hide_no_other_run(root: Path) -> None:
         ("summary.json", '{"finished": true, "test/loss": 1e308, "fit_seconds": 1e308}'),
         ("summary.json", '{"finished": true, "epochs": Infinity}'),
         ("config.yaml", "a: &x {b: *x}"),
+        # No text can be made of a number of so many digits.
+        ("config.yaml", "a: 0x" + "f" * 5_000),
+        ("config.yaml", 'a: !!int ""'),
+        ("summary.json", '{"finished": true, "x":' + "[" * 100_000),
+        (
+            "summary.json",
+            '{"finished": 1, "epochs": "2", "monitor": ["a"], "data_source": {"a": 1}}',
+        ),
         ("config.yaml", "a: &x [*x]"),
         ("config.yaml", 'a: "\\uD800"'),
         ("metrics.csv", "step,epoch,val/loss\ninf,0,1\n"),
@@ -435,6 +452,105 @@ def test_a_pipe_or_a_huge_file_hides_no_other_run(root: Path, name: str) -> None
     os.truncate(root / "slow-2" / name, 2**38)
     assert [row["name"] for row in listed(root)] == ["fast", "slow-1", "slow-2"]
     listed(root, "--report", str(root / "page.html"))
+
+
+def test_a_link_in_a_runs_folder_is_not_read_and_is_said(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside = root.parent / "outside"
+    outside.mkdir()
+    (outside / "summary.json").write_text('{"finished": true, "test/secret": 1234}')
+    (outside / "config.yaml").write_text("secret_key: AKIA\n")
+    (outside / "metrics.csv").write_text("step,epoch,secret\n1,0,1\n2,0,2\n")
+    (outside / "digests.csv").write_text("secret\n")
+    for path in outside.iterdir():
+        link = root / "slow-1" / path.name
+        link.unlink(missing_ok=True)
+        link.symlink_to(path)
+    capsys.readouterr()
+    page_of_runs = root.parent / "page.html"
+    rows = listed(root, "--report", str(page_of_runs))
+    told = capsys.readouterr()
+    listed(root, "--compare", "slow-1", "fast")
+    assert "secret" not in json.dumps(rows) + told.out + page_of_runs.read_text()
+    for name in ("summary.json", "config.yaml", "metrics.csv"):
+        assert f"slow-1/{name} is a link, and is not read" in told.err
+    assert "slow-1/digests.csv is a link, and is not read" in capsys.readouterr().err
+
+
+def many_of(kind: str, run: int) -> tuple[str, str]:
+    """The name and the text of a file of a run that holds very many of something."""
+    numbers = range(2_400)
+    if kind == "classes":
+        return "config.yaml", "".join(f"a{n}: {{class_path: b{run}{n}}}\n" for n in numbers)
+    if kind == "settings":
+        return "config.yaml", "".join(f"{run}x{n}: 1\n" for n in numbers)
+    if kind == "values":
+        return "config.yaml", "a: [" + "[]," * 80_000 + "]\n"
+    if kind == "json":
+        return "summary.json", '{"x":[' + "{}," * 200_000 + "{}]}"
+    results = [f'"test{run}x{n}": 1' for n in range(20_000)]
+    return "summary.json", f'{{"finished": true, {", ".join(results)}}}'
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("classes", "r1: 1,400 more settings are left out"),
+        ("settings", "r1: 1,400 more settings are left out"),
+        ("values", "r1/config.yaml has more than 10,000 values, and is not read"),
+        ("json", "r1/summary.json has more than 100,000 values, and is not read"),
+        ("results", "r1: 19,000 more results are left out"),
+    ],
+)
+def test_very_much_in_a_runs_folder_is_listed_in_a_moment(
+    kind: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for run in range(3):
+        folder = tmp_path / "checkpoints" / f"r{run}"
+        folder.mkdir(parents=True)
+        name, text = many_of(kind, run)
+        (folder / name).write_text(text)
+    began = time.process_time()
+    rows = listed(tmp_path / "checkpoints")
+    # It takes half a second. What grows with the square of the names takes a minute.
+    assert time.process_time() - began < 5
+    assert [row["name"] for row in rows] == ["r0", "r1", "r2"]
+    # Each run has a cell for every name of all of them.
+    assert len({name for row in rows for name in row}) < 2_100
+    assert said in capsys.readouterr().err
+
+
+def test_rows_of_another_width_than_the_heading_are_damage(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # Each short row would be filled up to the width of the heading.
+    heading = "step," + ",".join(f"m{n}" for n in range(5_000))
+    wide = root / "slow-1" / "metrics.csv"
+    wide.write_text(f"{heading}\n" + "1\n" * 1_000)
+    with pytest.raises(ValueError, match="has a row with more or fewer cells"):
+        list(read_rows(wide, is_bounded=True))
+    # Half a line is what a killed run leaves.
+    wide.write_text("step,epoch,a\r\n1,0,2\r\n2,")
+    assert list(read_rows(wide)) == [{"step": 1, "epoch": 0, "a": 2}]
+    monkeypatch.setattr(reading, "MOST_COLUMNS", 2)
+    with pytest.raises(reading.NotRead, match="has more than 2 columns"):
+        reading.Cells(wide)
+    with pytest.raises(reading.NotRead, match="has more than 4 cells"):
+        reading.Cells(wide, most_cells=4)
+    listed(root, "--report", str(root / "page.html"))
+    assert "slow-1/metrics.csv has more than 2 columns, and is not read" in capsys.readouterr().err
+
+
+def test_a_chart_of_very_many_points_keeps_what_is_seen() -> None:
+    values = [0.0] * 10_000
+    values[4_321] = 5.0
+    values[8_765] = -5.0
+    series = thinned(range(10_000), values, 400)
+    assert len(series) <= 400
+    assert {(0, 0.0), (4_321, 5.0), (8_765, -5.0), (9_999, 0.0)} <= set(series)
+    assert series == sorted(series)
+    assert thinned([1, 2], [3.0, 4.0], 2) == [(1, 3.0), (2, 4.0)]
 
 
 def test_a_run_whose_name_is_not_unicode_is_listed(root: Path) -> None:

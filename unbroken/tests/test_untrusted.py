@@ -28,7 +28,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
 from numerals.fit import job as fit
@@ -38,12 +37,11 @@ from unbroken.cli import start as entry
 from unbroken.cli.moved_names import with_names_of_now
 from unbroken.cli.plain_values import dump_yaml
 from unbroken.cli.program import Program
-from unbroken.cli.read_checkpoint import load
+from unbroken.cli.read_checkpoint import first_names, load
 from unbroken.commands import test as test_command
 from unbroken.commands.export import command as export
 from unbroken.commands.predict import command as predict
 from unbroken.commands.runs import command as runs
-from unbroken.commands.runs.saved_run import WithoutAliases
 from unbroken.errors import UserError, without_control_characters
 from unbroken.storage import checkpoint_files
 from unbroken.storage.checkpoint_files import (
@@ -53,6 +51,7 @@ from unbroken.storage.checkpoint_files import (
     read,
     record,
 )
+from unbroken.storage.reading import yaml_in
 from unbroken.tasks.by_name import imports_judged_by, named_class
 from unbroken.trust import keys, torch_file
 from unbroken.trust.archive import END, ENTRY, LOCAL, NoArchive
@@ -1062,10 +1061,11 @@ class Swaps:
         torch.save(contents, "evil.ckpt")
         self.reads = 0
         self._after = after
-        monkeypatch.setattr(checkpoint_files, "read_file", self._read)
+        self._open = checkpoint_files.opened
+        monkeypatch.setattr(checkpoint_files, "opened", self._opened)
 
-    def _read(self, path: Path, check_sums: bool = False) -> Any:
-        found = read_file(path, check_sums)
+    def _opened(self, path: Path, check_sums: bool = False) -> Any:
+        found = self._open(path, check_sums)
         self.reads += 1
         if self.reads == self._after:
             os.replace("evil.ckpt", path)
@@ -1395,9 +1395,9 @@ def test_our_own_writer_makes_no_aliases() -> None:
     shared = [1, {"a": [2]}]
     text = dump_yaml({"x": shared, "y": shared})
     assert "&" not in text
-    assert yaml.load(text, Loader=WithoutAliases) == {"x": shared, "y": shared}
-    with pytest.raises(yaml.YAMLError):
-        yaml.load("x: &a [1]\ny: *a\n", Loader=WithoutAliases)
+    assert yaml_in(text) == {"x": shared, "y": shared}
+    with pytest.raises(ValueError, match="is damaged"):
+        yaml_in("x: &a [1]\ny: *a\n")
 
 
 # Names of older versions
@@ -1496,6 +1496,14 @@ def test_control_characters_reach_no_terminal(
     line = error_of(capsys, COMMANDS["test"][0], "--ckpt_path", THEIRS)
     assert not set(evil) & set("\x1b\x07\x9b\u202e") & set(line)
     assert without_control_characters("a\tb\nc é 数") == "a\tb\nc é 数"
+
+
+def test_a_name_in_a_line_makes_no_line_of_its_own() -> None:
+    names = ["a\nerror: your key has leaked\nb", "\x1b[2J\u202e", "ordinary.weight"]
+    line = first_names(names)
+    assert line.isprintable()
+    assert "a error: your key has leaked b" in line
+    assert "ordinary.weight" in line
 
 
 # The reader

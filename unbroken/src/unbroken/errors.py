@@ -70,6 +70,28 @@ def without_control_characters(value: Any) -> Any:
     return value
 
 
+def printable(text: str) -> str:
+    r"""A text in one line, for the terminal, a table or a message. A control character becomes its
+    code, such as ``\x1b``, and line feeds become spaces.
+
+    Otherwise the name of a file or a run could clear the screen, change the terminal's title, or
+    stand alone as a line that this program seems to say.
+    """
+    one_line = " ".join(text.split())
+    if one_line.isprintable():
+        return one_line
+    return "".join(
+        character if character.isprintable() else ascii(character)[1:-1] for character in one_line
+    )
+
+
+def in_a_cell(text: str) -> str:
+    r"""A text as a file of a table holds it: whole, with the code of each character that is a
+    command of the terminal, such as ``\x1b``.
+    """
+    return CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that a device's or the host's memory is used up."""
     # The second is torch's, which this file does not import.

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import os
 import re
 import shutil
@@ -30,6 +29,7 @@ from unbroken.storage.checkpoint_files import (
     record_in,
 )
 from unbroken.storage.files import write_atomically
+from unbroken.storage.reading import UNREADABLE, read_json, read_text
 from unbroken.storage.run_files import newest_whole
 from unbroken.trust.places import is_inside
 
@@ -176,23 +176,19 @@ class RunFolder:
 
 def read_run_id(folder: Path) -> str:
     """The id that a run's folder holds, or an empty text."""
-    file = folder / RUN_ID
-    # To open a named pipe would wait for ever.
-    if not file.is_file():
-        return ""
     try:
-        return file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+        return read_text(folder / RUN_ID).strip()
+    except UNREADABLE:
         return ""
 
 
 def last_owner(folder: Path) -> str | None:
     """The process that trained the run in this folder with a mirror, if it is known to be gone."""
     try:
-        owner = (folder / OWNER_FILE).read_text(encoding="utf-8")
+        owner = read_text(folder / OWNER_FILE)
         with FileLock(folder / LOCK, blocking=False, fallback_to_soft=False):
             return owner
-    except (OSError, UnicodeDecodeError, NotImplementedError):
+    except (*UNREADABLE, NotImplementedError):
         # It goes on, or there is none. A Timeout is an OSError.
         return None
 
@@ -466,13 +462,12 @@ def _new(root: Path, run_name: str | None) -> RunFolder:
 
 def _is_finished(checkpoint: Path) -> bool:
     """Whether this is the last.ckpt of a finished run, whose step summary.json holds."""
-    file = checkpoint.parent / "summary.json"
-    if checkpoint.name != "last.ckpt" or not file.is_file():
+    if checkpoint.name != "last.ckpt":
         return False
     try:
-        summary = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        summary = read_json(checkpoint.parent / "summary.json")
+    except UNREADABLE:
         return False
-    if not isinstance(summary, dict) or not summary.get("finished"):
+    if not summary.get("finished"):
         return False
     return bool(summary.get("steps") == read(checkpoint).get("global_step"))

@@ -11,13 +11,15 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from unbroken.errors import UserError, require
+from unbroken.errors import CONTROL, UserError, in_a_cell, require
+from unbroken.errors import printable as printable
 from unbroken.storage.files import write_atomically
+from unbroken.storage.reading import Cells
 
 Row = Mapping[str, Any]
 
@@ -25,6 +27,8 @@ Row = Mapping[str, Any]
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 # Of a longer list, such as a mask, the terminal shows the first values; a file holds all.
 MOST_SHOWN = 16
+# Characters to which the cells of a column are filled up. A longer one stands out.
+WIDEST = 1_000
 # What a picture says of itself, as matplotlib's metadata, and how that stands in a PNG file
 MADE_BY = {"Software": __name__.split(".")[0]}
 MARK_OF_PICTURE = b"Software\0" + MADE_BY["Software"].encode()
@@ -102,7 +106,9 @@ def write_rows(path: Path, rows: Sequence[Row] | Row) -> None:
     """
     plain = as_plain(rows)
     if path.suffix.lower() == ".json":
-        text = json.dumps(plain, indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(plain, indent=2, ensure_ascii=False)
+        # Somebody may look at the file in a terminal. Whoever reads it as JSON gets the same text.
+        text = CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text) + "\n"
     elif isinstance(plain, dict):
         text = as_csv([plain])
     else:
@@ -138,22 +144,29 @@ def as_csv(rows: Sequence[Row]) -> str:
 
 
 def csv_cell(value: Any) -> Any:
-    """A value as the cell of a CSV file: never a formula."""
+    """A value as the cell of a CSV file: never a formula, nor a command of the terminal."""
     if isinstance(value, list | dict):
         return json.dumps(value)
-    if isinstance(value, str) and value.startswith(FORMULA_STARTS):
-        return "'" + value
+    if isinstance(value, str):
+        mark = "'" if value.startswith(FORMULA_STARTS) else ""
+        return mark + in_a_cell(value)
     return value
 
 
-def read_rows(path: Path) -> list[dict[str, float]]:
-    """The rows of a ``metrics.csv``, without empty cells; none where there is no file."""
+def read_rows(path: Path, is_bounded: bool = False) -> Iterator[dict[str, float]]:
+    """The rows of a ``metrics.csv``, without empty cells; none where there is no file.
+
+    Args:
+        path: The file.
+        is_bounded: Whether it may be a stranger's, and is not read where it is very large.
+    """
     try:
-        with open(path, newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
+        cells = Cells(path, is_bounded)
     except FileNotFoundError:
-        return []
-    return [{name: float(text) for name, text in row.items() if text} for row in rows]
+        return
+    for row in cells:
+        pairs = zip(cells.names, row, strict=True)
+        yield {name: float(text) for name, text in pairs if text}
 
 
 def format_table(rows: Sequence[Row]) -> str:
@@ -169,7 +182,7 @@ def format_column(name: str, values: Sequence[Any]) -> list[str]:
     """A column's cells, all of one width: its name, a rule, its values."""
     heading = printable(name)
     texts = [format_cell(value) for value in values]
-    width = max(len(text) for text in [heading, *texts])
+    width = min(WIDEST, max(len(text) for text in [heading, *texts]))
     cells = [heading, "-" * width, *texts]
     if all(value is None or is_plain_number(value) for value in values):
         return [cell.rjust(width) for cell in cells]
@@ -232,19 +245,6 @@ def format_metric(value: float) -> str:
     if 0 < abs(value) < 0.001:
         return format_float(value)
     return f"{value:.4f}"
-
-
-def printable(text: str) -> str:
-    r"""A text in one line for the terminal. A control character becomes its code, such as ``\x1b``.
-
-    Otherwise the name of a file or a run could clear the screen, or change the terminal's title.
-    """
-    one_line = " ".join(text.split())
-    if one_line.isprintable():
-        return one_line
-    return "".join(
-        character if character.isprintable() else ascii(character)[1:-1] for character in one_line
-    )
 
 
 def is_plain_number(value: Any) -> bool:

@@ -23,7 +23,7 @@ from unbroken.cli.defaults import CLASS_PATH
 from unbroken.cli.moved_names import section_of_now, with_names_of_now
 from unbroken.cli.program import Program
 from unbroken.cli.typed import CommandLine
-from unbroken.errors import UserError, without_control_characters
+from unbroken.errors import UserError, printable
 from unbroken.mirror.mirror import Mirror
 from unbroken.run_folder import ROOT, RunFolder, choose, find_checkpoint
 from unbroken.stopping.ranks import decided_by_rank_zero, say
@@ -119,7 +119,7 @@ def _resumed_configuration(
     if isinstance(config.datamodule, contract.StaysWithSource):
         # It has several sources, and the earlier run's is used.
         config.datamodule.stay_with(known.get("data_source"))
-    run.changes = without_control_characters(differences(known["config"], config.resolved))
+    run.changes = [printable(line) for line in differences(known["config"], config.resolved)]
     return config
 
 
@@ -213,7 +213,7 @@ def load(
         if not fits and not again:
             set_up(config)
             load_weights(config.module, contents, path, again=True, own=own)
-    differing = without_control_characters(differences(before, config.resolved))
+    differing = [printable(line) for line in differences(before, config.resolved)]
     changes = [line for line in differing if line.startswith(("model", "data"))]
     return Loaded(
         module=config.module.eval(),
@@ -323,6 +323,6 @@ def start_from(module: LightningModule, name: str | None) -> list[str]:
 
 def first_names(names: Iterable[Any]) -> str:
     """The first names in their order, for a line. Those of a checkpoint may be anything."""
-    ordered = sorted(str(name)[:80] for name in names)
+    ordered = sorted(printable(str(name)[:80]) for name in names)
     more = " ..." if len(ordered) > MOST_NAMES else ""
     return ", ".join(ordered[:MOST_NAMES]) + more

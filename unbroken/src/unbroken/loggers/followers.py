@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from unbroken.storage.files import write_atomically
+from unbroken.storage.reading import UNREADABLE, read_json
 from unbroken.tables import is_plain_number
 
 Row = Mapping[str, Any]
@@ -94,7 +95,6 @@ def keep_name(folder: Path, tracker: str, name: str | None) -> None:
 
 def _names(folder: Path) -> dict[str, Any]:
     try:
-        names = json.loads((folder / NAMES).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return read_json(folder / NAMES)
+    except UNREADABLE:
         return {}
-    return names if isinstance(names, dict) else {}

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from unbroken.errors import UserError
 from unbroken.loggers.followers import FollowsRows
 from unbroken.storage.files import write_atomically
+from unbroken.storage.reading import read_text
 from unbroken.tables import columns_of
 
 # The first columns, of whole numbers.
@@ -178,7 +179,7 @@ def read_metrics(path: Path) -> list[Row]:
     file is damaged.
     """
     try:
-        text = path.read_bytes().decode()
+        text = read_text(path, None)
     except FileNotFoundError:
         return []
     except ValueError as error:

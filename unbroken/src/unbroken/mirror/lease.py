@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 
-from unbroken.errors import UserError, without_control_characters
+from unbroken.errors import UserError, printable
 from unbroken.mirror.store import Store
 from unbroken.stopping.ranks import say
 
@@ -176,7 +176,7 @@ def owner_in(data: bytes | None) -> str | None:
 def machine_in(data: bytes | None) -> str:
     """The machine that a lease names, in words."""
     name = _text_in(data or b"", "machine")
-    return str(without_control_characters(name[:80])) or "an unknown machine"
+    return printable(name[:80]) or "an unknown machine"
 
 
 def _text_in(data: bytes, key: str) -> str:

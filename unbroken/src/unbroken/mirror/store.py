@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import fsspec
 from fsspec.core import url_to_fs
-from unbroken.errors import UserError, nearest, without_control_characters
+from unbroken.errors import UserError, nearest, printable
 from unbroken.mirror.manifest import LONGEST
 
 # What to install for a kind of address. The extras mirror-* in pyproject.toml bring the same.
@@ -45,13 +45,13 @@ def is_address(text: str) -> bool:
 def without_password(url: str) -> str:
     """An address as it is printed and kept: ``sftp://me:secret@host`` → ``sftp://me:***@host``."""
     shown = re.sub(r"(?<=://)([^/@:]*):[^/@]*@", r"\1:***@", url)
-    return str(without_control_characters(shown))
+    return printable(shown)
 
 
 def one_line(error: BaseException) -> str:
     """An error of a store's package, which may be a page long, as a reason in a line."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return str(without_control_characters(text))[:200].rstrip(".")
+    return printable(text[:1_000])[:200].rstrip(".")
 
 
 class Store:

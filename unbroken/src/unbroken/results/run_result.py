@@ -6,6 +6,8 @@ When a run was stopped, both are called on rank zero alone: neither may wait for
 :class:`AddsFacts` and :class:`LeavesSomething`.
 """
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -115,7 +117,7 @@ def read_epochs(path: Path, epochs: int) -> list[EpochRow]:
     return [found[number] for number in sorted(found)]
 
 
-def read_series(path: Path, epochs: int) -> dict[str, Series]:
+def read_series(path: Path, epochs: int, most: int | None = None) -> dict[str, Series]:
     """The columns of a ``metrics.csv`` as charts show them, ``epoch`` too, without values that
     cannot be drawn.
 
@@ -125,12 +127,19 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:
     Args:
         path: The file.
         epochs: How many epochs were completed.
+        most: How many points all series together have, at least one each. None: the file is that of
+            one's own run, and all are kept.
     """
-    series: dict[str, Series] = {}
-    for row in read_rows(path):
+    columns: dict[str, tuple[array[int], array[float]]] = {}
+    for row in read_rows(path, is_bounded=most is not None):
+        step = int(row["step"])
         for name, value in row.items():
             if name != "step" and is_number(value):
-                series.setdefault(name, []).append((int(row["step"]), value))
+                steps, values = columns.setdefault(name, (array("q"), array("d")))
+                steps.append(step)
+                values.append(value)
+    each = None if most is None else max(1, most // max(1, len(columns)))
+    series = {name: thinned(steps, values, each) for name, (steps, values) in columns.items()}
     last_step_of = {epoch: step for step, epoch in series.get("epoch", []) if epoch < epochs}
     ends = set(last_step_of.values())
     for name, points in series.items():
@@ -139,6 +148,23 @@ def read_series(path: Path, epochs: int) -> dict[str, Series]:
             at_ends = [point for point in points if point[0] in ends]
             series[name] = at_ends if len(at_ends) > len(within) else within
     return series
+
+
+def thinned(steps: Sequence[int], values: Sequence[float], most: int | None) -> Series:
+    """The points of a series. Of more than ``most`` those that are seen in a chart: of neighbours
+    the first, the least, the greatest and the last.
+    """
+    count = len(values)
+    if most is None or count <= most:
+        return list(zip(steps, values, strict=True))
+    parts = max(1, most // 4)
+    kept: set[int] = set()
+    for part in range(parts):
+        places = range(count * part // parts, count * (part + 1) // parts)
+        kept |= {places[0], places[-1]}
+        kept.add(min(places, key=values.__getitem__))
+        kept.add(max(places, key=values.__getitem__))
+    return [(steps[place], values[place]) for place in sorted(kept)]
 
 
 @runtime_checkable

@@ -1,6 +1,5 @@
 """The main job: train, keep the best checkpoint, test it once at the end, print a summary."""
 
-import json
 import os
 import shlex
 import signal
@@ -38,6 +37,7 @@ from unbroken.run_folder import RunFolder
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import is_rank_zero, say
 from unbroken.storage.checkpoint_files import read
+from unbroken.storage.reading import read_json
 from unbroken.tables import write_rows
 
 T = TypeVar("T")
@@ -260,9 +260,10 @@ def mirror_a_finished_run(run: RunFolder) -> None:
 
 def forget_lack_of_mirror(summary: Path) -> bool:
     """Take out of a summary what its mirror lacked; returns whether it lacked something."""
-    if not summary.is_file():
+    try:
+        facts = read_json(summary)
+    except FileNotFoundError:
         return False
-    facts = json.loads(summary.read_text(encoding="utf-8"))
     notes = facts.get("notes", [])
     kept = [note for note in notes if not note.startswith(NOT_COMPLETE)]
     if kept == notes:

@@ -5,6 +5,7 @@ Nothing is uploaded here, and no account is asked for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -22,8 +23,11 @@ from unbroken.cli.read_checkpoint import Loaded
 from unbroken.commands.export.compare import as_bytes
 from unbroken.commands.export.forward import first_line
 from unbroken.commands.export.write import metadata
-from unbroken.errors import UserError, require
+from unbroken.errors import UserError, printable, require
 from unbroken.results.facts import PACKAGES
+from unbroken.results.summary_file import SPLITS, read_summary
+from unbroken.stopping.ranks import say
+from unbroken.storage.reading import UNREADABLE, NotRead, read_text
 from unbroken.tables import format_metric, is_number
 from unbroken.version import __version__
 
@@ -33,6 +37,9 @@ CARD = "README.md"
 FILES = (WEIGHTS, CONFIG, CARD)
 # Stands in a card, and tells it from a file that somebody has written himself.
 MARK = "<!-- written by the command export --hub -->"
+# What a page takes for markup, or for the middle of an address that it would link
+MARKUP = re.compile(r"[\\`*_{}\[\]<>|#&@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
+LARGEST_CARD = 2**22  # bytes
 # A folder at the start of an absolute path, which says something of the machine and its user
 FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s/'\"]+/)+")
 # Loads a module from the folder of the card. The card shows it, and export runs it once.
@@ -62,7 +69,9 @@ def check_hub(text: str) -> Path:
     if folder.is_dir():
         names = sorted(os.listdir(folder))
         card = folder / CARD
-        is_own = card.is_file() and MARK in card.read_text(encoding="utf-8", errors="replace")
+        is_own = False
+        with contextlib.suppress(*UNREADABLE):
+            is_own = MARK in read_text(card, LARGEST_CARD)
         others = [name for name in names if not is_own or name not in FILES]
     if others:
         raise UserError(
@@ -156,7 +165,7 @@ def card(loaded: Loaded) -> str:
         "## Results",
         *table(
             ("metric", "value"),
-            [(plain(key), format_metric(value)) for key, value in results.items()],
+            [(key, format_metric(value)) for key, value in results.items()],
         ),
         "## How it was made",
         *table(("", ""), facts_of(loaded, summary)),
@@ -194,7 +203,7 @@ def front_matter(loaded: Loaded, name: str, results: dict[str, float]) -> dict[s
             },
             "metrics": metrics,
         }
-        matter["model-index"] = [{"name": name, "results": [result]}]
+        matter["model-index"] = [{"name": printable(name), "results": [result]}]
     return matter
 
 
@@ -223,19 +232,22 @@ def labels_whole_images(loaded: Loaded) -> bool:
 
 def dataset_of(loaded: Loaded) -> str:
     """The name of the data."""
-    return str(loaded.run.get("data_source") or type(loaded.datamodule).__name__)
+    return printable(str(loaded.run.get("data_source") or type(loaded.datamodule).__name__))
 
 
 def summary_of(loaded: Loaded) -> dict[str, Any]:
     """``summary.json`` beside the checkpoint, if it is of the same end of the same run; else
     nothing.
     """
+    path = loaded.path.parent / "summary.json"
     try:
-        text = (loaded.path.parent / "summary.json").read_text(encoding="utf-8")
-        summary = json.loads(text)
-    except (OSError, ValueError):
+        summary, _ = read_summary(path)
+    except NotRead as error:
+        say(f"{printable(str(path))} {error}, and the card does not show it.")
         return {}
-    if not isinstance(summary, dict) or summary.get("run_name") != loaded.run.get("run_name"):
+    except UNREADABLE:
+        return {}
+    if summary.get("run_name") != loaded.run.get("run_name"):
         return {}
     # A run that went on after its end, and was killed, has a best checkpoint of later steps.
     step: Any = loaded.run.get("global_step")
@@ -248,31 +260,31 @@ def summary_of(loaded: Loaded) -> dict[str, Any]:
 
 def results_of(loaded: Loaded, summary: dict[str, Any]) -> dict[str, float]:
     """The metrics of validation and test; without a summary those that the checkpoint holds."""
-    known = {**(loaded.run.get("metrics") or {}), **summary}
-    return {
-        name: float(known[name])
-        for name in sorted(known)
-        if name.startswith(("val", "test")) and is_number(known[name])
-    }
+    saved = loaded.run.get("metrics")
+    known = {**(saved if isinstance(saved, dict) else {}), **summary}
+    names = sorted(name for name in known if isinstance(name, str) and name.startswith(SPLITS))
+    return {printable(name): float(known[name]) for name in names if is_number(known[name])}
 
 
-def facts_of(loaded: Loaded, summary: dict[str, Any]) -> list[tuple[str, str]]:
+def facts_of(loaded: Loaded, summary: dict[str, Any]) -> list[tuple[str, Any]]:
     """Data, length, command, commit and versions, each with its name."""
     samples = summary.get("train_samples")
-    versions = summary.get("versions") or loaded.run.get("versions") or {}
+    versions = summary.get("versions") or loaded.run.get("versions")
+    versions = versions if isinstance(versions, dict) else {}
     used = [f"{name} {versions[name]}" for name in PACKAGES if name in versions]
+    data = f"{plain(dataset_of(loaded))} ({code(type(loaded.datamodule).__name__)})"
     facts: dict[str, Any] = {
-        "data": f"{plain(dataset_of(loaded))} ({code(type(loaded.datamodule).__name__)})",
+        "data": Escaped(data),
         "training samples": None if samples is None else f"{samples:,}",
         "epochs": summary.get("epochs") or loaded.run.get("epoch"),
         "optimizer steps": loaded.run.get("global_step"),
         "precision": loaded.run.get("precision"),
-        "hardware": plain(summary.get("hardware") or ""),
+        "hardware": summary.get("hardware"),
         "command": code(FOLDERS.sub(".../", summary.get("command") or "")),
-        "git commit": plain(summary.get("git_commit") or ""),
-        "versions": plain(", ".join(used)),
+        "git commit": summary.get("git_commit"),
+        "versions": ", ".join(used),
     }
-    return [(name, str(value)) for name, value in facts.items() if value not in (None, "", "``")]
+    return [(name, value) for name, value in facts.items() if value not in (None, "", "``")]
 
 
 def words_on_inputs(loaded: Loaded) -> list[str]:
@@ -294,23 +306,32 @@ def count_parameters(loaded: Loaded) -> int:
     return sum(parameter.numel() for parameter in loaded.module.parameters())
 
 
-def table(heading: tuple[str, str], rows: list[tuple[str, str]]) -> list[str]:
-    """A table of two columns; a sentence where there is no row."""
+class Escaped(str):
+    """A text of the card that is no markup any more, or markup of our own making."""
+
+
+def table(heading: tuple[str, str], rows: list[tuple[str, Any]]) -> list[str]:
+    """A table of two columns; a sentence where there is no row. Every cell is escaped."""
     if not rows:
         return ["Not recorded."]
-    lines = [heading, ("---", "---"), *rows]
-    return ["\n".join(f"| {left} | {right} |" for left, right in lines)]
+    lines = [f"| {heading[0]} | {heading[1]} |", "| --- | --- |"]
+    lines += [f"| {plain(left)} | {plain(right)} |" for left, right in rows]
+    return ["\n".join(lines)]
 
 
-def plain(text: str) -> str:
-    """A text that is no markup, on one line: a checkpoint's names are a stranger's."""
-    return re.sub(r"([\\`*_{}\[\]<>|#])", r"\\\1", " ".join(str(text).split()))
+def plain(value: Any) -> Escaped:
+    """Any value as a text that is no markup and no link, on one line: a checkpoint's names are a
+    stranger's, and so is what should be a number.
+    """
+    if isinstance(value, Escaped):
+        return value
+    return Escaped(MARKUP.sub(r"\\\g<0>", printable(str(value))))
 
 
-def code(text: str) -> str:
-    """A text as code, on one line."""
-    shown = " ".join(text.replace("`", "'").replace("|", "\\|").split())
-    return f"`{shown}`"
+def code(value: Any) -> Escaped:
+    """Any value as code, on one line."""
+    shown = printable(str(value).replace("`", "'").replace("|", "\\|"))
+    return Escaped(f"`{shown}`")
 
 
 def a_or_an(name: str) -> str:

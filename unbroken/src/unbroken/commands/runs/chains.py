@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Sequence
-from contextlib import suppress
+from pathlib import Path
 
-from unbroken.commands.runs.saved_run import SavedRun, is_readable
+from unbroken.commands.runs.saved_run import SavedRun
+from unbroken.storage.reading import Cells
 
 # The same names stand in unbroken/parts/chain.py and unbroken/checkpoint/digests_csv.py. To import
 # them would import torch.
 DIGESTS = "digests.csv"
 KINDS = ("batches", "generators", "weights", "optimizer")
 MOMENT = ("epoch", "step")
+# Of eighty thousand windows; and of one, in bytes
+MOST_CELLS = 2**19
+LONGEST_LINE = 2_000
 
 # A line of digests.csv
 Window = dict[str, str]
@@ -20,14 +23,17 @@ Window = dict[str, str]
 
 def windows_of(run: SavedRun) -> list[Window]:
     """The windows of a run; none where it has no digests, or where they are damaged."""
-    path = run.folder / DIGESTS
-    rows: list[Window] = []
-    if not is_readable(path):
-        return rows
-    with suppress(OSError, ValueError, csv.Error):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        rows = [row for row in csv.DictReader(lines) if row.keys() == {*MOMENT, *KINDS}]
+    rows: list[Window] = run.read(DIGESTS, read_windows, [])
     return rows
+
+
+def read_windows(path: Path) -> list[Window]:
+    """The windows in a file; a ValueError where it is damaged, or larger than a run's."""
+    cells = Cells(path, most_cells=MOST_CELLS, longest_line=LONGEST_LINE)
+    names = cells.names
+    if set(names) != {*MOMENT, *KINDS} or len(names) != len(MOMENT) + len(KINDS):
+        raise ValueError("has other columns than a run's")
+    return [dict(zip(names, row, strict=True)) for row in cells]
 
 
 def compared(run: SavedRun, other: SavedRun) -> str:

@@ -15,6 +15,7 @@ fits: for each module its runs with their results and the settings by which they
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 
 from unbroken.cli.parser import CommandParser, add_output
@@ -36,6 +37,10 @@ from unbroken.mirror.store import is_address
 from unbroken.mirror.visiting import fetch_runs
 from unbroken.tables import Row, columns_of, format_table, printable, write_atomically, write_rows
 
+# Names of columns in an error, and lines on what is not shown
+MOST_COLUMNS_NAMED = 100
+MOST_LEFT_OUT = 10
+
 
 def main(package: str, argv: list[str]) -> int:
     """List, compare or draw runs as ``argv`` says."""
@@ -52,12 +57,15 @@ def main(package: str, argv: list[str]) -> int:
     if names:
         runs = [each for each in runs if each.name in names]
     if args.compare:
-        return compare(runs, args)
+        code = compare(runs, args)
+        print_what_is_left_out(runs)
+        return code
     rows = rows_of(runs, args)
     if args.sort:
         known = columns_of(rows)
         args.sort = full_name(args.sort, known)
-        must = f"be a column ({', '.join(known)})"
+        more = ", ..." if len(known) > MOST_COLUMNS_NAMED else ""
+        must = f"be a column ({', '.join(known[:MOST_COLUMNS_NAMED])}{more})"
         require(args.sort in known, "--sort", must, args.sort, nearest(args.sort, known))
         rows = sort_rows(rows, args.sort)
     print_tables(runs, args)
@@ -68,7 +76,17 @@ def main(package: str, argv: list[str]) -> int:
 
         write_atomically(render(runs), args.report)
         print(f"report in {args.report}")
+    print_what_is_left_out(runs)
     return 0
+
+
+def print_what_is_left_out(runs: list[SavedRun]) -> None:
+    """Say which files of runs were not read, and what else is not shown."""
+    lines = [printable(line) for run in runs for line in run.left_out]
+    for line in lines[:MOST_LEFT_OUT]:
+        print(line, file=sys.stderr)
+    if len(lines) > MOST_LEFT_OUT:
+        print(f"and {len(lines) - MOST_LEFT_OUT:,} more such lines", file=sys.stderr)
 
 
 def compare(runs: list[SavedRun], args: argparse.Namespace) -> int:

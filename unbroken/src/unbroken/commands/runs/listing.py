@@ -1,14 +1,19 @@
 """Which columns of runs are worth showing, and in which order the runs stand."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from unbroken.commands.runs.saved_run import FOUND_SOURCE, SavedRun, last_name
-from unbroken.tables import Row, columns_of, format_table, is_number, printable
+from unbroken.tables import Row, columns_of, format_column, is_number, printable
 
 # Characters of a text in the terminal; the name of a run is always whole.
 LONGEST_TEXT = 24
 WHOLE = ("name", "runs")
+# Of a longer text no more is looked at for it.
+MOST_LOOKED_AT = 1_000
+# Spaces between two columns
+GAP = 2
 SEED = "seed_everything"
 
 
@@ -25,12 +30,15 @@ def differing(runs: Sequence[SavedRun]) -> list[str]:
 
     What was typed for a run comes first: the rest may follow from it. The seed comes last.
     """
+    values_of: dict[str, list[Any]] = {}
+    for run in runs:
+        for name, value in run.settings.items():
+            values_of.setdefault(name, []).append(value)
     found = []
-    for name in columns_of([run.settings for run in runs]):
-        values = [run.settings.get(name) for run in runs]
-        if name == FOUND_SOURCE:
-            # A run that trains, or was stopped, has not told it.
-            values = [value for value in values if value is not None]
+    for name, values in values_of.items():
+        # A run that trains, or was stopped, has not told what it found.
+        if name != FOUND_SOURCE and len(values) < len(runs):
+            values.append(None)
         if any(value != values[0] for value in values):
             found.append(name)
     typed = {option for run in runs for option in run.typed}
@@ -90,13 +98,22 @@ def fitted(rows: Sequence[Row], width: int, first: Sequence[str]) -> list[Row]:
     """
     columns = columns_of(rows)
     names = [name for name in columns if has_values(rows, name)]
-    while len(names) > 1:
-        shown = only(rows, names, columns)
-        if len(format_table(shown).splitlines()[1]) <= width:
-            return shown
-        others = [name for name in names[1:] if name not in first]
-        names.remove(others[-1] if others else names[-1])
-    return only(rows, names, columns)
+    short = short_names(columns)
+    widths = {}
+    for name in names:
+        cells = format_column(short[name], [cut(name, row.get(name)) for row in rows])
+        widths[name] = len(cells[0]) + GAP
+    # The last ones go first, and those of ``first`` after all others.
+    leaving = [name for name in names[1:] if name in first]
+    leaving += [name for name in names[1:] if name not in first]
+    total = sum(widths.values()) - GAP
+    left_out = set()
+    while total > width and leaving:
+        name = leaving.pop()
+        total -= widths[name]
+        left_out.add(name)
+    kept = [name for name in names if name not in left_out]
+    return [{short[name]: cut(name, row.get(name)) for name in kept} for row in rows]
 
 
 def side_by_side(runs: Sequence[SavedRun]) -> list[Row]:
@@ -115,10 +132,11 @@ def full_name(name: str, known: Sequence[str]) -> str:
     return meant[0] if len(meant) == 1 else name
 
 
-def short_name(name: str, known: Sequence[str]) -> str:
-    """A setting's name without its section, where no other has the same."""
-    last = name.rpartition(".")[2]
-    return last if full_name(last, known) == name else name
+def short_names(known: Sequence[str]) -> dict[str, str]:
+    """The names of settings without their section, where no other has the same."""
+    last = {name: name.rpartition(".")[2] for name in known}
+    count = Counter(last.values())
+    return {name: last[name] if count[last[name]] == 1 else name for name in known}
 
 
 def has_values(rows: Sequence[Row], name: str) -> bool:
@@ -126,17 +144,11 @@ def has_values(rows: Sequence[Row], name: str) -> bool:
     return any(row.get(name) is not None for row in rows)
 
 
-def only(rows: Sequence[Row], names: Sequence[str], known: Sequence[str]) -> list[Row]:
-    """Rows with these of the ``known`` columns alone, their names and texts cut."""
-    short = {name: short_name(name, known) for name in names}
-    return [{short[name]: cut(name, row.get(name)) for name in names} for row in rows]
-
-
 def cut(name: str, value: object) -> object:
     """A value of the column ``name`` for the terminal: numbers as they are, long texts cut."""
     if value is None or isinstance(value, int | float) or name in WHOLE:
         return value
-    text = printable(str(value))
+    text = printable(str(value)[:MOST_LOOKED_AT])
     if name == "date":
         return text.partition("-")[2]
     return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"

@@ -1,7 +1,5 @@
 """The page that compares runs: a chart per metric with a line per run, and tables."""
 
-import contextlib
-import csv
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 from unbroken.commands.runs.listing import by_module, differing, shown_settings
-from unbroken.commands.runs.saved_run import SavedRun, is_readable
+from unbroken.commands.runs.saved_run import SavedRun
 from unbroken.commands.runs.seeds import by_configuration, seed_rows
 from unbroken.report.charts import draw, place_axis_labels
 from unbroken.report.page import fill_page
@@ -32,6 +30,10 @@ COLOURS = (
 DASHES = ("-", "--", ":")
 # A chart takes a tenth of a second to draw. Nobody looks through more.
 MOST_CHARTS = 60
+# Of all charts of a run together. Of more, a chart keeps what can be seen.
+MOST_POINTS = 50_000
+# Columns of the table of metrics that have a single value
+MOST_SINGLE = 1_000
 # How the names of metrics begin that are not drawn
 NOT_DRAWN = ("epoch", "test", "throughput/", "memory/", "optimizer/")
 
@@ -73,13 +75,16 @@ def make_lines(runs: Sequence[SavedRun]) -> list[Line]:
 
 def series_of(run: SavedRun) -> dict[str, Series]:
     """A run's metrics over its steps; none where its file is missing or damaged."""
-    damage = (OSError, ArithmeticError, ValueError, KeyError, TypeError, csv.Error)
-    rows = run.folder / "metrics.csv"
-    if not is_readable(rows):
-        return {}
-    with contextlib.suppress(*damage):
-        return read_series(rows, int(run.summary.get("epochs", 0)))
-    return {}
+    epochs = run.summary.get("epochs", 0)
+
+    def read(path: Path) -> dict[str, Series]:
+        try:
+            return read_series(path, epochs, MOST_POINTS)
+        except (ArithmeticError, KeyError) as error:
+            raise ValueError("is damaged") from error
+
+    series: dict[str, Series] = run.read("metrics.csv", read, {})
+    return series
 
 
 def metrics_of(lines: Sequence[Line]) -> list[str]:
@@ -88,14 +93,15 @@ def metrics_of(lines: Sequence[Line]) -> list[str]:
     return sorted(name for name in names if not name.startswith(NOT_DRAWN))
 
 
-def has_curve(metric: str, lines: Sequence[Line]) -> bool:
-    """Whether a metric has two values in some run; a chart of single dots would say nothing."""
-    return any(len(line.series.get(metric, [])) > 1 for line in lines)
+def with_curve(lines: Sequence[Line]) -> set[str]:
+    """Metrics that have two values in some run; a chart of single dots would say nothing."""
+    return {name for line in lines for name, series in line.series.items() if len(series) > 1}
 
 
 def draw_charts(lines: Sequence[Line]) -> list[tuple[str, Markup]]:
     """Metric and chart, for each metric that has a curve; of very many the first."""
-    drawn = [metric for metric in metrics_of(lines) if has_curve(metric, lines)]
+    curved = with_curve(lines)
+    drawn = [metric for metric in metrics_of(lines) if metric in curved]
     charts: list[tuple[str, Markup]] = []
     for metric in drawn[:MOST_CHARTS]:
         # The name is an attribute in the chart, and a metric's name could be markup.
@@ -139,8 +145,12 @@ def make_tables(runs: Sequence[SavedRun], lines: Sequence[Line]) -> dict[str, li
         tables[f"Mean and standard deviation over seeds{of}"] = seed_rows(group)
         tables[f"Settings that differ{of}"] = settings_rows(group, settings, names)
         tables[f"Test results{of}"] = [test_row(run) for run in group]
-    single = [metric for metric in metrics_of(lines) if not has_curve(metric, lines)]
-    tables["Metrics with a single value"] = single_rows(single, lines)
+    curved = with_curve(lines)
+    single = [metric for metric in metrics_of(lines) if metric not in curved]
+    first = ""
+    if len(single) > MOST_SINGLE:
+        first = f", the first {MOST_SINGLE:,} of {len(single):,}"
+    tables[f"Metrics with a single value{first}"] = single_rows(single[:MOST_SINGLE], lines)
     return tables
 
 

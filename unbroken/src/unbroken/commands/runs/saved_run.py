@@ -1,13 +1,16 @@
 """What a run's folder says of the run."""
 
-import contextlib
-import json
+import os
+import stat
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
+from unbroken.results.summary_file import LONGEST_NAME, read_summary
+from unbroken.storage.reading import MOST_YAML, UNREADABLE, NotRead, read_text, yaml_in
 from unbroken.tables import Row, flat, is_number
 
 # Settings that do not tell configurations apart: where a run lies
@@ -37,9 +40,9 @@ LOCK = ".lock"
 # What ExactCheckpoint leaves at the end of a script's run, see run_folder.py. To import it would
 # import torch.
 ENDED = ".ended"
-# Of what a run writes. A million rows of ten metrics take half of the last. To read that much YAML
-# takes seconds.
-LARGEST_BYTES = {".yaml": 2**18, ".json": 2**24, ".csv": 2**28}
+# Settings of a run that are compared; and names of settings, and of results, of all runs together
+MOST_SETTINGS = 1_000
+MOST_NAMES = 2_000
 CLASS_PATH = ".class_path"
 # Only what was read from a mirror has one.
 LEASE = "lease.json"
@@ -56,19 +59,20 @@ class SavedRun:
             data were.
         classes: The names of those settings that are classes.
         typed: The options of the command that has begun the run, without their dashes.
-        summary: What ``summary.json`` holds.
+        summary: What is used of ``summary.json``.
         results: The metric that the run followed, at its best, and those of the test. The first
             two are what the run is judged by.
         state: ``finished``, ``interrupted`` or ``running``; ``running or killed`` for a run in a
             mirror that has a lease, which tells no more than that.
+        left_out: What of its folder is not shown, and why; a line each.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.name = folder.name
-        self.summary = mapping_in(folder / "summary.json")
-        config = flat(mapping_in(folder / "config.yaml"))
-        self.typed = options_in(folder / "config.yaml")
+        self.left_out: list[str] = []
+        self.summary = self._read_summary()
+        config, self.typed = self._read_config()
         self.settings = settings_of(config)
         if FOUND_SOURCE in self.summary:
             self.settings[FOUND_SOURCE] = self.summary[FOUND_SOURCE]
@@ -79,9 +83,38 @@ class SavedRun:
         self.results = self._find_results()
         self.state = self._find_state()
 
+    def read(self, name: str, reader: Callable[[Path], Any], otherwise: Any) -> Any:
+        """What a reader gives of a file of the run; ``otherwise`` where the file is missing or
+        damaged, or is none that a run writes, which is noted.
+        """
+        try:
+            return reader(self.folder / name)
+        except NotRead as error:
+            self.left_out.append(f"{self.name}/{name} {error}, and is not read")
+        except UNREADABLE:
+            pass
+        return otherwise
+
+    def _read_summary(self) -> dict[str, Any]:
+        summary, left_out = self.read("summary.json", read_summary, ({}, 0))
+        if left_out:
+            self.left_out.append(f"{self.name}: {left_out:,} more results are left out")
+        return dict(summary)
+
+    def _read_config(self) -> tuple[dict[str, Any], set[str]]:
+        """The flat configuration, and the options that were typed."""
+        text = self.read("config.yaml", lambda path: read_text(path, MOST_YAML), "")
+        content = self.read("config.yaml", lambda _: yaml_in(text), None)
+        config = flat(content) if isinstance(content, dict) else {}
+        kept = [name for name in config if len(name) <= LONGEST_NAME][:MOST_SETTINGS]
+        if len(kept) < len(config):
+            left_out = len(config) - len(kept)
+            self.left_out.append(f"{self.name}: {left_out:,} more settings are left out")
+        return {name: config[name] for name in kept}, options_in(text)
+
     def _find_results(self) -> dict[str, float]:
         # The followed metric comes first, then the same one of the test: test/loss or test_loss.
-        followed = str(self.summary.get("monitor"))
+        followed = self.summary.get("monitor", "")
         of_test = followed.replace("val", "test", 1)
         first = [followed, f"test/{followed.rpartition('/')[2]}", of_test]
         tests = [name for name in self.summary if name.startswith("test")]
@@ -91,22 +124,29 @@ class SavedRun:
     def _find_state(self) -> str:
         if is_locked(self.folder / LOCK):
             return "running"
-        if (self.folder / LEASE).exists():
+        if os.path.lexists(self.folder / LEASE):
             return "running or killed"
-        is_ended = self.summary.get("finished") or (self.folder / ENDED).exists()
+        is_ended = self.summary.get("finished") or os.path.lexists(self.folder / ENDED)
         return "finished" if is_ended else "interrupted"
 
     def row(self, settings: Row) -> Row:
         """The run as a line of the list, with these settings as they are shown."""
-        files = [self.folder / name for name in FILES]
-        written = max(file.stat().st_mtime for file in files if file.exists())
-        date = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
         row: dict[str, Any] = {"name": self.name}
         row |= settings
         row |= self.results
         row |= {name: self.summary.get(name) for name in ("epochs", "fit_seconds")}
-        row |= {"state": self.state, "date": date}
+        row |= {"state": self.state, "date": self._date()}
         return row
+
+    def _date(self) -> str | None:
+        """When its files were last written; None where the file system tells no date."""
+        written = []
+        for name in FILES:
+            with suppress(OSError):
+                written.append((self.folder / name).lstat().st_mtime)
+        with suppress(OSError, ValueError, OverflowError):
+            return time.strftime("%Y-%m-%d %H:%M", time.localtime(max(written)))
+        return None
 
 
 def find_runs(root: Path) -> list[SavedRun]:
@@ -114,7 +154,26 @@ def find_runs(root: Path) -> list[SavedRun]:
     folders = sorted(path for path in root.glob("*") if path.is_dir() and not path.is_symlink())
     runs = [SavedRun(folder) for folder in folders if is_run(folder)]
     name_classes_alike(runs)
+    bound_names([run.settings for run in runs], "settings", runs)
+    bound_names([run.results for run in runs], "results", runs)
     return runs
+
+
+def bound_names(columns: Sequence[dict[str, Any]], what: str, runs: Sequence[SavedRun]) -> None:
+    """Leave out what comes after the first :data:`MOST_NAMES` names of all runs: each run has a
+    cell for each of them.
+    """
+    known: dict[str, None] = {}
+    for run, own in zip(runs, columns, strict=True):
+        left_out = 0
+        for name in list(own):
+            if len(known) < MOST_NAMES:
+                known[name] = None
+            elif name not in known:
+                del own[name]
+                left_out += 1
+        if left_out:
+            run.left_out.append(f"{run.name}: {left_out:,} more {what} are left out")
 
 
 def name_classes_alike(runs: list[SavedRun]) -> None:
@@ -124,42 +183,35 @@ def name_classes_alike(runs: list[SavedRun]) -> None:
     paths = {str(run.settings[name]) for run in runs for name in run.classes & run.settings.keys()}
     for run in runs:
         for name in run.classes & run.settings.keys():
-            path = str(run.settings[name])
-            run.settings[name] = min((each for each in paths if offers(each, path)), key=len)
+            run.settings[name] = shortest_name(str(run.settings[name]), paths)
 
 
-def offers(path: str, other: str) -> bool:
-    """Whether one class path is another's, or that of a package around it with the same name."""
+def shortest_name(path: str, known: set[str]) -> str:
+    """The shortest of the known paths of a class: its own, or that of a package around it."""
     module, _, kind = path.rpartition(".")
-    return other == path or (other.startswith(f"{module}.") and last_name(other) == kind)
+    parts = module.split(".")
+    # No class lies so deep. To try each package of a long text would take long.
+    if len(path) > LONGEST_NAME:
+        return path
+    for count in range(1, len(parts)):
+        package = ".".join([*parts[:count], kind])
+        if package in known:
+            return package
+    return path
 
 
-def options_in(path: Path) -> set[str]:
+def options_in(config: str) -> set[str]:
     """The options in the command that a ``config.yaml`` begins with, without their dashes."""
-    if not is_readable(path):
-        return set()
-    with open(path, encoding="utf-8", errors="replace") as file:
-        line = file.readline()
+    line = config.partition("\n")[0]
     if not line.startswith("# "):
         return set()
     words = [word.partition("=")[0] for word in line.split() if word.startswith("--")]
     return {word.removeprefix("--").removesuffix(CLASS_PATH) for word in words}
 
 
-class WithoutAliases(yaml.SafeLoader):
-    """Reads YAML in which nothing stands in several places: a few bytes could name very much. A run
-    writes no aliases.
-    """
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("an alias")
-        return super().compose_node(parent, index)
-
-
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run."""
-    return any((folder / name).exists() for name in FILES)
+    return any(os.path.lexists(folder / name) for name in FILES)
 
 
 def settings_of(config: dict[str, Any]) -> dict[str, Any]:
@@ -182,32 +234,12 @@ def last_name(path: Any) -> str:
     return str(path).rpartition(".")[2]
 
 
-def mapping_in(path: Path) -> dict[str, Any]:
-    """A YAML or JSON file's mapping; empty where the file is missing or damaged, or is none that a
-    run writes.
-    """
-    content: Any = None
-    if not is_readable(path):
-        return {}
-    with contextlib.suppress(OSError, ValueError, yaml.YAMLError, RecursionError):
-        text = path.read_text(encoding="utf-8")
-        is_json = path.suffix == ".json"
-        content = json.loads(text) if is_json else yaml.load(text, Loader=WithoutAliases)
-    return content if isinstance(content, dict) else {}
-
-
-def is_readable(path: Path) -> bool:
-    """Whether a path is a file, and no larger than what a run writes: a folder may come from
-    somebody else. To read a named pipe would take for ever.
-    """
-    return path.is_file() and path.stat().st_size <= LARGEST_BYTES[path.suffix]
-
-
 def is_locked(path: Path) -> bool:
     """Whether a process holds the lock of a run, and so writes it."""
-    if not path.exists():
-        return False
     try:
+        # Whoever takes a lock opens its file, which may be a link or a pipe of a stranger.
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return False
         with FileLock(path, blocking=False):
             return False
     except Timeout:

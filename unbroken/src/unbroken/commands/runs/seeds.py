@@ -1,5 +1,6 @@
 """Runs that differ in nothing but their seed: fit trains them, and here they are averaged."""
 
+import hashlib
 import json
 import os
 import statistics
@@ -11,7 +12,7 @@ from typing import Any
 from unbroken.commands.runs.listing import SEED, differing, shown_settings
 from unbroken.commands.runs.saved_run import SavedRun
 from unbroken.errors import UserError
-from unbroken.tables import Row, columns_of, is_number
+from unbroken.tables import Row, is_number
 
 
 def train_seeds(
@@ -57,7 +58,8 @@ def by_configuration(runs: Sequence[SavedRun]) -> list[tuple[Row, list[SavedRun]
     groups: dict[str, tuple[Row, list[SavedRun]]] = {}
     for run, shown in zip(runs, shown_settings(runs, names), strict=True):
         settings = {name: run.settings.get(name) for name in names}
-        key = json.dumps(settings, default=str)
+        # A hash, for there may be very many settings.
+        key = hashlib.sha256(json.dumps(settings, default=str).encode()).hexdigest()
         _, group = groups.setdefault(key, (shown, []))
         group.append(run)
     return list(groups.values())
@@ -91,14 +93,15 @@ def seed_rows(runs: Sequence[SavedRun]) -> list[Row]:
         averaged = newest_of_each_seed(finished)
         # A run that was repeated with its seed is one of the finished, and no further seed.
         row: dict[str, Any] = {"runs": names, **settings}
-        results: list[Row] = [
-            {**run.results, "fit_seconds": run.summary.get("fit_seconds")} for run in averaged
-        ]
-        for metric in columns_of(results):
-            values = [found[metric] for found in results if is_number(found.get(metric))]
-            if values:
-                row[metric] = statistics.fmean(values)
-                row[f"{metric} std"] = statistics.stdev(values) if len(values) > 1 else None
+        values_of: dict[str, list[float]] = {}
+        for run in averaged:
+            own: dict[str, Any] = {**run.results, "fit_seconds": run.summary.get("fit_seconds")}
+            for metric, value in own.items():
+                if is_number(value):
+                    values_of.setdefault(metric, []).append(value)
+        for metric, values in values_of.items():
+            row[metric] = statistics.fmean(values)
+            row[f"{metric} std"] = statistics.stdev(values) if len(values) > 1 else None
         row |= {"seeds": len(averaged), "finished": len(finished)}
         rows.append(row)
     return rows

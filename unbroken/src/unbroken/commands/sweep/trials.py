@@ -1,7 +1,6 @@
 """The trials of a sweep: each is a process of ``fit``, watched through the files that it writes."""
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -10,13 +9,13 @@ from pathlib import Path
 
 import filelock
 import optuna
-import yaml
 from optuna.trial import Trial, TrialState
 from unbroken.commands.sweep.space import Space, as_typed
 from unbroken.commands.sweep.study import has_next_trial, next_trial
 from unbroken.errors import UserError
 from unbroken.machine import threads
 from unbroken.stopping.signals import end_with_parent
+from unbroken.storage.reading import read_json, read_text, yaml_in
 from unbroken.tables import format_cell, read_rows
 
 # The name of a run, by its number.
@@ -114,7 +113,7 @@ class RunningTrial:
         """Whether only the report is left (and a test that was asked for): no signal should cut it
         off.
         """
-        limits = yaml.safe_load((self.folder / "config.yaml").read_text())["trainer"]
+        limits = yaml_in(read_text(self.folder / "config.yaml"))["trainer"]
         # -1 and None stand for no limit.
         max_epochs = limits.get("max_epochs") or -1
         max_steps = limits.get("max_steps") or -1
@@ -169,7 +168,7 @@ class RunningTrial:
         """
         # A run that has ended has written them down.
         with contextlib.suppress(OSError, ValueError, KeyError):
-            summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+            summary = read_json(self.folder / "summary.json")
             return float(summary["fit_seconds"])
         import torch
 
