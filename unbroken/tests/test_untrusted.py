@@ -1313,6 +1313,15 @@ def test_an_ordinary_large_configuration_is_used(tmp_path: Path) -> None:
     assert Stranger(tmp_path, [], {}).settings(given) == given
 
 
+def test_many_letters_of_a_strangers_configuration_are_refused_before_they_are_read(
+    tmp_path: Path,
+) -> None:
+    texts = ["a" * 990] * 50
+    arguments = {"network": spec("torch.nn.Identity"), "class_names": texts}
+    with pytest.raises(UserError, match="too large or too deep"):
+        Stranger(tmp_path, [], {}).settings({"model": spec(CLASSIFIER, **arguments)})
+
+
 def test_a_list_of_what_was_left_out_holds_names(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

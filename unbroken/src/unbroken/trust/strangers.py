@@ -47,9 +47,10 @@ LONGEST_TEXT = 1000
 DEEPEST = 40
 MOST_VALUES = 2_000
 # What the parser does is counted before it does it. It copies a list once for each element, and
-# reads a class three times for each class around it. A class takes as long as 400 values. All steps
-# take about five seconds on a core.
-MOST_STEPS = 150_000
+# reads a class three times for each class around it. A class takes as long as 400 values, and a
+# text as long as one value for each 20 letters. All steps take about four seconds on a core.
+MOST_STEPS = 120_000
+LETTERS_OF_VALUE = 20
 STEPS_OF_CLASS = 400
 READ_AGAIN = 3
 
@@ -325,6 +326,7 @@ class Stranger:
     def _refuse_text(self, place: str, text: str) -> None:
         if len(text) > LONGEST_TEXT:
             self._refuse(place, f"has a text of {len(text):,} characters")
+        self._count += len(text) // LETTERS_OF_VALUE
         if not _is_plain(text):
             self._refuse(place, f"is no plain text: {text[:80]}")
         self._keep_text(place, text)
