@@ -199,6 +199,7 @@ def test_killed_and_resumed_it_is_bit_identical(
     reference = run("fit", *words, "--run_name", "reference")
     assert reference.returncode == 0, reference.stderr
     assert "not exact" not in reference.stdout
+    assert "a resume will not" not in reference.stdout
     steps = int(summary(Path("checkpoints/reference"))["steps"])
     named = [
         *words,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
 from unbroken.parts.held import Held
@@ -50,7 +51,8 @@ class Shapes:
             self._weights = weights
         optimizers = outline_of_optimizers(trainer)
         if optimizers != self._optimizers:
-            found.append(line_of_optimizers(self._optimizers, optimizers))
+            if not makes_groups_again(trainer):
+                found.append(line_of_optimizers(self._optimizers, optimizers))
             self._optimizers = optimizers
         schedules = names_of_schedules(trainer)
         if schedules != self._schedules:
@@ -104,6 +106,14 @@ def line_of_weights(before: dict[str, Any], now: dict[str, Any]) -> str:
         f" ({shown}{further}), and a new start makes them as they were. Make them so in"
         " on_load_checkpoint(checkpoint), which is called before the weights are loaded."
     )
+
+
+def makes_groups_again(trainer: Trainer) -> bool:
+    """Whether a callback of Lightning's adds groups of parameters, notes them, and adds them again
+    at a resume.
+    """
+    everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(each, BaseFinetuning) for each in everyone)
 
 
 def outline_of_optimizers(trainer: Trainer) -> list[Any]:
