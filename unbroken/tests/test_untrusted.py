@@ -973,7 +973,14 @@ def test_a_class_of_ones_own_package_or_further_code_needs_no_flag(
         load(Program("mine"), Path(THEIRS))
 
 
-@pytest.mark.parametrize("name", ["swin_v2_t", "densenet121", "efficientnet_b0"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("swin_v2_t", marks=pytest.mark.nightly),
+        pytest.param("densenet121", marks=pytest.mark.nightly),
+        "efficientnet_b0",
+    ],
+)
 def test_a_network_saved_in_half_precision_is_made(name: str, tmp_path: Path) -> None:
     import torchvision
 
@@ -1636,7 +1643,7 @@ def test_arguments_are_looked_at_before_anything_is_done_with_them(
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux measures memory")
 def test_many_values_are_looked_at_without_a_copy_of_them(tmp_path: Path) -> None:
-    count = 4_000_000
+    count = 2_000_000
     path = pickled_alone_in(tmp_path / "x.pt", b"\x80\x02](" + b"N" * count + b"e.")
     Path("/proc/self/clear_refs").write_text("5")
     before = memory("VmRSS")

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from unbroken.errors import UserError, without_control_characters
+from unbroken.errors import UserError, printable, without_control_characters
 from unbroken.parts.module import SPARSE, device_of, give_plain_buffers, make_buffer
 from unbroken.stopping.ranks import say
 from unbroken.storage.files import written_atomically
@@ -817,7 +817,7 @@ def _is_of(value: Any, kind: Any) -> bool:
 
 
 def _changed(path: Path, key: str) -> UserError:
-    shown = without_control_characters(key)[:200]
+    shown = printable(key)[:200]
     return UserError(
         f"--ckpt_path {path}: its entry {shown} is not what this project writes."
         " Give another checkpoint."
