@@ -140,6 +140,27 @@ class Hashing(Plain):
         return self.weigh(self.chain.digest()[0] / 256)
 
 
+class HashingLayer(nn.Linear):
+    """A layer that scales by an object of C code, which nobody can look into."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.chain = hashlib.sha256()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.chain.update(b"step")
+        return super().forward(x) * (self.chain.digest()[0] / 256)
+
+
+class HasHashingLayer(Plain):
+    """Such a layer in the middle of a network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), HashingLayer(6, 1))
+
+
 class Unseeded(Plain):
     """A generator without a seed: no two runs are the same."""
 
@@ -160,26 +181,25 @@ class Clock(Plain):
         return [optimizer], [{"scheduler": rate, "interval": "step"}]
 
 
-class Lookahead(torch.optim.SGD):
-    """Keeps slow weights beside its state."""
+class Alternating(torch.optim.SGD):
+    """Decays weights in turns, by an iterator beside its state."""
 
     def __init__(self, weights: Any, lr: float) -> None:
         super().__init__(weights, lr)
-        self.slow = [weight.detach().clone() for weight in self.param_groups[0]["params"]]
+        self.turns = itertools.cycle([0.0, 0.01, 0.02, 0.03, 0.04])
 
     def step(self, closure: Any = None) -> Any:
-        loss = super().step(closure)
-        for slow, weight in zip(self.slow, self.param_groups[0]["params"], strict=True):
-            slow.lerp_(weight.detach(), 0.1)
-            weight.data.lerp_(slow, 0.5)
-        return loss
+        decay = next(self.turns)
+        for weight in self.param_groups[0]["params"]:
+            weight.data.mul_(1 - decay)
+        return super().step(closure)
 
 
 class OwnOptimizer(Plain):
-    """An optimizer with a list of its own."""
+    """An optimizer with an iterator of its own."""
 
     def configure_optimizers(self) -> Any:
-        return Lookahead(self.parameters(), 0.05)
+        return Alternating(self.parameters(), 0.05)
 
 
 class Counting(Dataset[Any]):
@@ -270,6 +290,10 @@ class Growing(Plain):
     def further(self, batch: Batch) -> Any:
         return self.more(batch[0]).mean() if hasattr(self, "more") else 0.0
 
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        # The best has the layer, so that it can be tested.
+        self.log("val_loss", -float(self.global_step))
+
 
 class Averages(Callback):
     """Keeps what it adds up in an attribute that no state holds, and logs the mean."""
@@ -306,9 +330,12 @@ PLANTED: dict[str, Planted] = {
     "class": Planted(OfTheClass, ["history changes in training and is not kept"]),
     "iterator": Planted(Iterating, ["1. module.turns"]),
     "c_object": Planted(Hashing, ["a state that cannot be seen", "module.chain (HASH)"]),
+    "c_object_of_a_layer": Planted(
+        HasHashingLayer, ["computed differently", "aten.mul.Tensor in net.2"]
+    ),
     "unseeded": Planted(Unseeded, ["not deterministic", "module.noise is another one"]),
     "clock": Planted(Clock, ["not deterministic", "lr of optimizer 0", "as by a clock"]),
-    "own_optimizer": Planted(OwnOptimizer, ["1. optimizers[0]['slow'] changes in training"]),
+    "own_optimizer": Planted(OwnOptimizer, ["1. optimizers[0]"]),
     "counting": Planted(CountingData, ["training data[0].dataset.reads changes in training"]),
     "counting_workers": Planted(CountingWorkers, ["training batches", "get other samples"]),
     "stream": Planted(Streaming, ["training batches", "get other samples"]),

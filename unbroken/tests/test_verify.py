@@ -14,6 +14,7 @@ from unbroken.testing import assert_resumes_exactly
 from unbroken.verifying.digests import of_tensor
 from unbroken.verifying.held_values import HeldValues
 from unbroken.verifying.kills import ACCUMULATED, EDGE, INSIDE, VALIDATION, choose
+from unbroken.verifying.operations import Operation, Operations, first_difference
 
 from tests.commands import TINY, run
 from tests.planted import PLANTED, Averages, Objects, Plain, Unseeded, table
@@ -195,3 +196,20 @@ def test_an_object_that_raises_at_every_question_stops_nothing() -> None:
     values = HeldValues()
     found = values.of({"module": {"a": Raises(), "b": [1, torch.ones(1)]}}, [])
     assert found["module['b'][1]"].shown == "[1.0]"
+
+
+def test_the_first_operation_that_differs_is_named_with_its_module() -> None:
+    def step(factor: float) -> list[Operation]:
+        torch.manual_seed(1)
+        module = Plain()
+        with Operations(module) as operations:
+            loss = module.net(torch.ones(2, 4)).sum()
+            (loss * factor).backward()
+        return operations.found
+
+    one = step(1.0)
+    assert first_difference(one, step(1.0)) is None
+    differs = "aten.mul.Tensor outside of modules, with the same operations and results before it"
+    assert first_difference(one, step(2.0)) == differs
+    assert any(each.module == "net.0" and "addmm" in each.name for each in one)
+    assert any(each.is_backward and not each.module for each in one)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from unbroken.verifying.digests import Entry, digest_of, of_plain, of_tensor
 from unbroken.verifying.held_values import OF_EVERY_OPTIMIZER, HeldValues
+from unbroken.verifying.operations import Operations, write_operations
 
 # Values that measure the machine, and not the training, by the beginning of their names.
 MEASURED = ("throughput/", "memory/")
@@ -48,11 +49,14 @@ class Recorder(Callback):
     Args:
         folder: Where the file of each rank is written, a line a row, flushed at once.
         start: How often the run was started before.
+        watched: Epoch and batch of the training step whose operations are noted, too.
     """
 
-    def __init__(self, folder: Path, start: int) -> None:
+    def __init__(self, folder: Path, start: int, watched: tuple[int, int] | None = None) -> None:
         self._folder = folder
         self._start = start
+        self._watched = watched
+        self._operations: Operations | None = None
         self._file: Any = None
         self._before: dict[str, Entry] = {}
         self._held = HeldValues()
@@ -69,6 +73,9 @@ class Recorder(Callback):
     ) -> None:
         values = {**self._everything(trainer, pl_module), **samples_of("training", 0, batch)}
         self._write(["train", trainer.current_epoch, batch_idx], trainer, values)
+        if (trainer.current_epoch, batch_idx) == self._watched:
+            self._operations = Operations(pl_module)
+            self._operations.__enter__()
 
     def on_train_batch_end(
         self,
@@ -78,6 +85,11 @@ class Recorder(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
+        if self._operations is not None:
+            self._operations.__exit__(None, None, None)
+            name = f"rank{trainer.global_rank}-operations.json"
+            write_operations(self._operations.found, self._folder / name)
+            self._operations = None
         values = logged(trainer)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor):

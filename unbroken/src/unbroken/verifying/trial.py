@@ -13,6 +13,7 @@ from pathlib import Path
 from lightning.pytorch import Callback
 from unbroken.verifying import kills
 from unbroken.verifying.kills import Kill, Killer
+from unbroken.verifying.operations import first_difference, read_operations
 from unbroken.verifying.outcome import outcome_of
 from unbroken.verifying.processes import Ended, become, run_apart
 from unbroken.verifying.recorder import Recorder
@@ -39,11 +40,13 @@ class Start:
         folder: What it may write into: a recorder's files lie there, and its ``run`` is the run's.
         number: How often the run was started before.
         kill: Where it is killed. None: nowhere.
+        watched: Epoch and batch of the training step whose operations are noted. None: of none.
     """
 
     folder: Path
     number: int = 0
     kill: Kill | None = None
+    watched: tuple[int, int] | None = None
 
     @property
     def run_folder(self) -> Path:
@@ -54,13 +57,21 @@ class Start:
         """What takes part in the run beside the user's own; ``checkpoint``: its last.ckpt."""
         # Windows has no groups of processes.
         group = os.getpgrp() if hasattr(os, "getpgrp") else 0
-        return [Recorder(self.folder, self.number), Killer(self.kill, group, checkpoint)]
+        return [
+            Recorder(self.folder, self.number, self.watched),
+            Killer(self.kill, group, checkpoint),
+        ]
 
 
 def describe(start: Start) -> Path:
     """Write a start into a file, for the processes that take part in it; returns the file."""
     path = start.folder / f"start{start.number}.json"
-    content = {"folder": str(start.folder), "number": start.number, "kill": start.kill}
+    content = {
+        "folder": str(start.folder),
+        "number": start.number,
+        "kill": start.kill,
+        "watched": start.watched,
+    }
     path.write_text(json.dumps(content), encoding="utf-8")
     return path
 
@@ -69,7 +80,8 @@ def described_start(path: Path) -> Start:
     """The start that a file describes."""
     content = json.loads(path.read_text(encoding="utf-8"))
     kill = None if content["kill"] is None else Kill(*content["kill"])
-    return Start(Path(content["folder"]), content["number"], kill)
+    watched = None if content["watched"] is None else tuple(content["watched"])
+    return Start(Path(content["folder"]), content["number"], kill, watched)
 
 
 @dataclass
@@ -122,8 +134,36 @@ class Trial:
         if self.second.is_done:
             self._kill_and_resume()
 
-    def _undisturbed(self, name: str, fresh: list[str] | None = None) -> Tried:
-        start = Start(self._made(name))
+    def look_closer(self, epoch: int, batch: int, is_killed: bool) -> str | None:
+        """Which operation of a training step differs first: in two undisturbed runs, or in one and
+        the killed one. All are run once more. None: none does, or it was not found.
+        """
+        watched = (epoch, batch)
+        self._undisturbed("closer", watched=watched)
+        if is_killed:
+            folder = self._made("closer-other")
+            for number, kill in enumerate([*self.killed.kills, None]):
+                self._start(Start(folder, number, kill, watched), FURTHER_SECONDS + self._longest)
+        else:
+            self._undisturbed("closer-other", self.fresh, watched)
+        of_both = [
+            read_operations(self.folder / name / "rank0-operations.json")
+            for name in ("closer", "closer-other")
+        ]
+        return first_difference(*of_both) if all(of_both) else None
+
+    @property
+    def _longest(self) -> float:
+        assert self.first.ended is not None
+        return TIMES * self.first.ended.seconds
+
+    def _undisturbed(
+        self,
+        name: str,
+        fresh: list[str] | None = None,
+        watched: tuple[int, int] | None = None,
+    ) -> Tried:
+        start = Start(self._made(name), watched=watched)
         train: Callable[[], int] = partial(self.train, start)
         if fresh is not None:
             train = partial(become, fresh, {START_VARIABLE: str(describe(start))})
@@ -131,8 +171,7 @@ class Trial:
         return Tried(self._read(start.folder), ended)
 
     def _kill_and_resume(self) -> None:
-        assert self.first.ended is not None
-        patience = FURTHER_SECONDS + TIMES * self.first.ended.seconds
+        patience = FURTHER_SECONDS + self._longest
         chosen = kills.choose(
             raw_rows(self.folder / "first" / "rank0-start0.jsonl"), self.count, self.seed
         )

@@ -26,6 +26,7 @@ from unbroken.verifying.differences import (
 )
 from unbroken.verifying.processes import Ended
 from unbroken.verifying.recorder import MEASURED
+from unbroken.verifying.recordings import Moment
 from unbroken.verifying.trial import Trial, Tried
 
 # What a row of the table is called, in its order.
@@ -43,6 +44,8 @@ TITLES = {
 }
 # Lines of a failed run's output that are shown.
 TAIL = 12
+# Epoch and batch
+Step = tuple[int, int]
 
 
 @dataclass
@@ -111,6 +114,8 @@ def judge(trial: Trial) -> Verdict:
         line += f" the run is the undisturbed one, bit for bit: {steps} steps,"
         return Verdict(True, f"{line} {comparison.compared:,} values.", notes=notes)
     found = causes_of(trial.first.recording, trial.killed.recording, comparison)
+    if not any(each.moment in trial.killed.recording.resumes for each in differences):
+        found = _computed_differently(trial, differences, is_killed=True) + found
     since = _since(trial, differences, comparison)
     line = (
         f"not exact: the run that was killed ({places}) differs from the undisturbed one {since}."
@@ -178,9 +183,54 @@ def _of_varying(trial: Trial, undisturbed: Comparison, varying: list[Difference]
         found = nondeterminism(trial.first.recording, undisturbed, varying)
     else:
         found = [Cause("two undisturbed runs have other batches.", [])]
+    found = _computed_differently(trial, varying, is_killed=False) + found
     shown = [each for each in undisturbed.differences if each in varying or each.kind == kinds.HELD]
     rows = table_of(shown, undisturbed, _most_of(trial, "second"))
     return Verdict(False, line, rows, found, _notes(trial, undisturbed, undisturbed))
+
+
+def _computed_differently(
+    trial: Trial, differences: list[Difference], is_killed: bool
+) -> list[Cause]:
+    """Which operation of a step differs first, where the step began with the same state and samples
+    and ended with others.
+    """
+    rows = trial.first.recording.rows
+    step = step_that_differs(list(rows), differences)
+    if step is None:
+        return []
+    epoch, batch = step
+    words = trial.look_closer(epoch, batch, is_killed)
+    if words is None:
+        return []
+    return [
+        Cause(
+            f"epoch {epoch}, batch {batch} began with the same weights, random numbers and samples,"
+            f" and was computed differently. What differs first is {words}.",
+            [],
+        )
+    ]
+
+
+def step_that_differs(moments: list[Moment], differences: list[Difference]) -> Step | None:
+    """Epoch and batch of the training step in which two runs have parted. None: they have not
+    parted in a step.
+    """
+    places = {moment: place for place, moment in enumerate(moments)}
+    known = [each for each in differences if each.moment in places]
+    if not known:
+        return None
+    first = min(places[each.moment] for each in known)
+    if any(each.kind == kinds.SAMPLES for each in known if places[each.moment] == first):
+        return None
+    rank, kind, *place = moments[first]
+    if kind == "trained":
+        return place[0], place[1]
+    if kind not in ("train", "end"):
+        return None
+    # What a batch begins with is what the one before it has left.
+    before = [each for each in moments[:first] if each[:2] == (rank, "train")]
+    return (before[-1][2], before[-1][3]) if before else None
 
 
 def _of_failed_resume(trial: Trial) -> Verdict:
