@@ -20,7 +20,7 @@ from lightning.pytorch import Trainer, seed_everything
 from torch import nn
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.saving import Saving
-from unbroken.mirror import copying
+from unbroken.mirror import copying, lease
 from unbroken.mirror.store import Store
 
 from tests.plain_module import Regression
@@ -86,6 +86,9 @@ def main() -> None:
     """Train."""
     folder, notes, last, world = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     mirror = sys.argv[5] if len(sys.argv) > 5 else None
+    copying.FIRST_PAUSE_S = 0.1
+    # The lease of a machine that is lost runs out soon.
+    lease.BEAT_S, lease.LOOK_S, lease.PATIENCE_S = 0.2, 0.3, 2.0
     seed_everything(7, verbose=False)
     torch.set_num_threads(1)
     keep = ExactCheckpoint(folder, monitor="val_loss", mode="min", every="2", mirror=mirror)
@@ -116,7 +119,6 @@ def main() -> None:
         if mirror is None:
             PowerCut(folder, act, writes=50).watch(patch)
         else:
-            copying.FIRST_PAUSE_S = 0.1
             StoreBoundaries(notes, last).watch(patch)
         trainer.fit(Frozen(), ckpt_path=path)
 

@@ -8,10 +8,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from unbroken.tensors.bits import tensors_and_plain
 from unbroken.testing import assert_resumes_exactly
-from unbroken.verifying.digests import of_tensor
+from unbroken.verifying.digests import of_plain, of_tensor
 from unbroken.verifying.held_values import HeldValues
 from unbroken.verifying.kills import ACCUMULATED, EDGE, INSIDE, VALIDATION, choose
 from unbroken.verifying.operations import Operation, Operations, first_difference
@@ -202,9 +204,11 @@ def test_the_first_operation_that_differs_is_named_with_its_module() -> None:
     def step(factor: float) -> list[Operation]:
         torch.manual_seed(1)
         module = Plain()
-        with Operations(module) as operations:
-            loss = module.net(torch.ones(2, 4)).sum()
-            (loss * factor).backward()
+        operations = Operations(module)
+        operations.begin()
+        loss = module.net(torch.ones(2, 4)).sum()
+        (loss * factor).backward()
+        operations.end()
         return operations.found
 
     one = step(1.0)
@@ -213,3 +217,14 @@ def test_the_first_operation_that_differs_is_named_with_its_module() -> None:
     assert first_difference(one, step(2.0)) == differs
     assert any(each.module == "net.0" and "addmm" in each.name for each in one)
     assert any(each.is_backward and not each.module for each in one)
+
+
+def test_one_object_under_two_names_has_an_entry_under_each() -> None:
+    best = torch.ones(1)
+    found = HeldValues().of({"it": {"best": best, "last": best}}, [])
+    assert found["it['last']"] == found["it['best']"]
+
+
+def test_a_number_of_numpy_is_pythons_number() -> None:
+    assert of_plain(np.float64(0.1)) == of_plain(0.1)
+    assert tensors_and_plain([np.float64(0.1)]) == tensors_and_plain([0.1])

@@ -736,6 +736,11 @@ def memory_history(path: Path, max_entries: int) -> Iterator[None]:
     torch.cuda.memory._record_memory_history(enabled=None)
 
 
+# Where a state dict keeps the versions of a module's parts. Buys that a stranger's file gives these
+# and nothing else that steers how weights are loaded. Public way missing.
+METADATA = "_metadata"
+
+
 @contextmanager
 def operations_in(call: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
     """Inside, each PyTorch operation is handed to ``call`` with its arguments. It returns what

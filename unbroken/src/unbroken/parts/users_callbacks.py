@@ -8,7 +8,16 @@ from lightning.pytorch import Trainer
 
 # Rooms of the library that keep a run's promises. Monitors, loggers and the like are somebody's
 # choice and count as the user's.
-ENGINE = ("checkpoint", "loading", "mirror", "parts", "seams", "stopping", "storage")
+ENGINE = (
+    "checkpoint",
+    "loading",
+    "mirror",
+    "parts",
+    "seams",
+    "stopping",
+    "storage",
+    "verifying",
+)
 # The modules whose classes are neither the user's nor chosen by him
 NOT_THE_USERS = ("lightning.", *(f"unbroken.{room}" for room in ENGINE))
 

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from unbroken.errors import UserError, printable, without_control_characters
+from unbroken.lightning_internals import METADATA
 from unbroken.parts.module import SPARSE, device_of, give_plain_buffers, make_buffer
 from unbroken.stopping.ranks import say
 from unbroken.storage.files import written_atomically
@@ -254,9 +255,9 @@ def _with_versions_alone(weights: dict[str, Any]) -> dict[str, Any]:
     put other tensors in the place of its own.
     """
     made: Any = OrderedDict(weights)
-    parts = getattr(weights, "_metadata", None)
+    parts = getattr(weights, METADATA, None)
     if isinstance(parts, dict):
-        made._metadata = OrderedDict((part, _versions_of(parts[part])) for part in parts)
+        setattr(made, METADATA, OrderedDict((part, _versions_of(parts[part])) for part in parts))
     return cast("dict[str, Any]", made)
 
 
@@ -366,8 +367,8 @@ def _has_usual_attributes(contents: Any) -> bool:
 def _are_versions(attributes: dict[str, Any]) -> bool:
     if not attributes:
         return True
-    versions: Any = attributes.get("_metadata")
-    if attributes.keys() != {"_metadata"} or type(versions) is not OrderedDict or vars(versions):
+    versions: Any = attributes.get(METADATA)
+    if attributes.keys() != {METADATA} or type(versions) is not OrderedDict or vars(versions):
         return False
     return all(
         type(part) is str and _versions_of(found) == found for part, found in versions.items()

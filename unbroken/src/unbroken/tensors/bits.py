@@ -177,6 +177,9 @@ def _collect(value: Any, tensors: list[Tensor], plain: list[Any], depth: int) ->
         tensors.append(value)
         plain.append((value.dtype, None if is_lazy(value) else tuple(value.shape)))
         return
+    if isinstance(value, np.number):
+        # A checkpoint holds it as Python's number.
+        value = value.item()
     if isinstance(value, PLAIN):
         plain.append(value)
         return

@@ -160,9 +160,11 @@ def _not_kept(wrong: list[Difference], undisturbed: Recording) -> list[Cause]:
         # An attribute is likelier than a global variable, which a library may keep for itself.
         is_global = OWNED.match(root) is None
         cause = _cause_of_held(root, group, undisturbed, begins_anew)
-        found.append((not begins_anew, is_global, cause))
-    found.sort(key=lambda each: each[:2])
-    return [each[2] for each in found]
+        # One that is soon what it was is likely filled when it is first needed.
+        is_brief = not any(each.lasts for each in group)
+        found.append((is_brief, not begins_anew, is_global, cause))
+    found.sort(key=lambda each: each[:3])
+    return [each[3] for each in found]
 
 
 def _cause_of_held(

@@ -43,6 +43,9 @@ def digest_of(*parts: bytes) -> str:
 
 def of_plain(value: Any) -> Entry:
     """The entry of a number, a text or another value whose ``repr`` tells all of it."""
+    if isinstance(value, np.number):
+        # A resumed run may have Python's number in its place.
+        value = value.item()
     text = repr(value)
     return Entry(digest_of(type(value).__name__.encode(), text.encode()), shortened(text))
 

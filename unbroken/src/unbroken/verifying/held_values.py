@@ -66,6 +66,8 @@ class HeldValues:
         self._found: dict[str, Entry] = {}
         # Id → object: an id is another object's as soon as its own is gone.
         self._seen: dict[int, Any] = {}
+        # Id → the name under which the object was met first
+        self._names: dict[int, str] = {}
 
     def of(self, roots: Mapping[str, Any], known: list[Any]) -> dict[str, Entry]:
         """The entry of each value that the roots hold, by its name.
@@ -76,6 +78,7 @@ class HeldValues:
         """
         self._found = {}
         self._seen = {id(each): each for each in known}
+        self._names = {}
         self.opaque = {}
         for name, root in roots.items():
             self._visit(name, root, 0)
@@ -87,9 +90,16 @@ class HeldValues:
         if isinstance(value, PLAIN):
             self._found[path] = of_plain(value)
             return
-        if isinstance(value, ModuleType | BuiltinFunctionType) or id(value) in self._seen:
+        if isinstance(value, ModuleType | BuiltinFunctionType):
+            return
+        if id(value) in self._seen:
+            # A resumed run may have two objects in the place of one that has two names.
+            entry = self._found.get(self._names.get(id(value), ""))
+            if entry is not None:
+                self._found[path] = entry
             return
         self._seen[id(value)] = value
+        self._names[id(value)] = path
         try:
             self._look_into(path, value, depth)
         except Exception:  # an object of any class may answer in its own way

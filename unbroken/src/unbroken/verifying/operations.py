@@ -8,14 +8,15 @@ that differs is named, with the module in which it ran.
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
+from unbroken.lightning_internals import operations_in
 from unbroken.verifying.digests import bytes_of, digest_of
 
 # What comes out of these is not written yet.
@@ -46,39 +47,37 @@ class Operation(NamedTuple):
         return f"{self.name} in {self.module}" if self.module else f"{self.name} outside of modules"
 
 
-class Operations(TorchDispatchMode):
-    """Notes the operations that run while it is entered. It changes nothing of them.
+class Operations:
+    """Notes the operations that run between :meth:`begin` and :meth:`end`. It changes nothing of
+    them.
 
-    It stands on ``TorchDispatchMode``, as PyTorch's own ``DebugMode`` does. That one has hashes as
-    well, but what it notes is a text for people, and its hash is a sum that does not see an order.
+    PyTorch's own ``DebugMode`` has hashes as well, but what it notes is a text for people, and its
+    hash is a sum that does not see an order.
 
     Args:
         module: The trained module.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__()
         self.found: list[Operation] = []
         self._names = {id(each): name for name, each in module.named_modules()}
         self._running: list[str] = []
         # It tells whether gradients are computed.
         self._tracker = ModuleTracker()
-        self._hooks: list[Any] = []
+        self._entered = ExitStack()
 
-    def __enter__(self) -> Operations:
-        self._hooks = [
-            register_module_forward_pre_hook(self._forward_begins),
-            register_module_forward_hook(self._forward_ends, always_call=True),
-        ]
-        self._tracker.__enter__()
-        super().__enter__()
-        return self
+    def begin(self) -> None:
+        """Note every operation from now on."""
+        begins = register_module_forward_pre_hook(self._forward_begins)
+        ends = register_module_forward_hook(self._forward_ends, always_call=True)
+        for hook in (begins, ends):
+            self._entered.callback(hook.remove)
+        self._entered.enter_context(self._tracker)
+        self._entered.enter_context(operations_in(self._act))
 
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
-        self._tracker.__exit__(*raised)
-        for hook in self._hooks:
-            hook.remove()
+    def end(self) -> None:
+        """Note nothing more."""
+        self._entered.close()
 
     def _forward_begins(self, module: nn.Module, inputs: Any) -> None:
         self._running.append(self._names.get(id(module), type(module).__name__))
@@ -86,14 +85,14 @@ class Operations(TorchDispatchMode):
     def _forward_ends(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._running.pop()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        if UNWRITTEN not in str(func):
+    def _act(self, operation: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        made = operation(*arguments, **named)
+        if UNWRITTEN not in str(operation):
             tensors = made if isinstance(made, (list, tuple)) else [made]
             parts = [bytes_of(each) for each in tensors if is_dense(each)]
             place = self._running[-1] if self._running else ""
             digest = digest_of(*parts)
-            self.found.append(Operation(place, str(func), self._tracker.is_bw, digest))
+            self.found.append(Operation(place, str(operation), self._tracker.is_bw, digest))
         return made
 
 

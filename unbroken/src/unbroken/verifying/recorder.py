@@ -75,7 +75,7 @@ class Recorder(Callback):
         self._write(["train", trainer.current_epoch, batch_idx], trainer, values)
         if (trainer.current_epoch, batch_idx) == self._watched:
             self._operations = Operations(pl_module)
-            self._operations.__enter__()
+            self._operations.begin()
 
     def on_train_batch_end(
         self,
@@ -86,7 +86,7 @@ class Recorder(Callback):
         batch_idx: int,
     ) -> None:
         if self._operations is not None:
-            self._operations.__exit__(None, None, None)
+            self._operations.end()
             name = f"rank{trainer.global_rank}-operations.json"
             write_operations(self._operations.found, self._folder / name)
             self._operations = None
@@ -159,7 +159,8 @@ class Recorder(Callback):
         roots = dict(roots_of(trainer, module))
         known = [trainer, *(tensor for _, tensor in weights)]
         for name, entry in self._held.of(roots, known).items():
-            values[f"{HELD}:{name}"] = entry
+            # Keys may name the folder of the run, which is another one for each.
+            values[f"{HELD}:{name.replace(str(self._folder), '…')}"] = entry
         for name, kind in self._held.opaque.items():
             values[f"{OPAQUE}:{name}"] = Entry("opaque", kind)
         return values

@@ -104,7 +104,8 @@ def judge(trial: Trial) -> Verdict:
     places = _places(trial.killed)
     if not differences and not has_other_moments(comparison):
         steps = max(row.step for row in trial.first.recording.rows.values())
-        count = len(trial.killed.recording.resumed_at)
+        # One that began at the first batch had nothing to give back.
+        count = sum(moment[2:] != (0, 0) for moment in trial.killed.recording.resumed_at)
         if count == 0:
             line = "nothing was shown: the run has no place after its first save to be killed at."
             return Verdict(False, f"{line} Make it longer.", notes=notes)
