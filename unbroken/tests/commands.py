@@ -357,6 +357,15 @@ def kill_group(process: Process) -> None:
     process.wait()
 
 
+def exit_code(process: Process, log: Path, patience: float = 100) -> int:
+    """Wait for the end of a process. One that hangs is killed, and what it wrote is told."""
+    try:
+        return int(process.wait(timeout=patience))
+    except Exception:
+        kill_group(process)
+        raise AssertionError(log.read_text()[-3000:]) from None
+
+
 def rows(folder: Path) -> list[dict[str, str]]:
     """metrics.csv without empty cells and without the columns that measure the machine."""
     with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:

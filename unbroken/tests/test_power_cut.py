@@ -18,7 +18,7 @@ from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 from unbroken.storage.files import copy_atomically
 from unbroken.storage.run_files import newest_whole
 
-from tests.commands import checkpoint, kill_group, start
+from tests.commands import checkpoint, exit_code, kill_group, start
 from tests.power_cut import WORLDS, PowerCut
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
@@ -106,12 +106,7 @@ def run(folder: Path, notes: Path, *words: str) -> int:
     """Train in a process of its own; its exit code."""
     log = notes.with_suffix(".log")
     command = [sys.executable, "-m", "tests.power_cut_script", str(folder), str(notes), *words]
-    process = start(command, log)
-    try:
-        return int(process.wait(timeout=100))
-    except Exception:
-        kill_group(process)
-        raise AssertionError(log.read_text()[-3000:]) from None
+    return exit_code(start(command, log), log)
 
 
 def kill_in_a_run(folder: Path, notes: Path, chance: random.Random) -> bool | None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import tests.situations
-from tests.commands import checkpoint, differences, kill_group, start, start_ranks
+from tests.commands import checkpoint, differences, exit_code, kill_group, start, start_ranks
 from tests.situations.situation import SITUATIONS, Situation
 
 for module in pkgutil.iter_modules(tests.situations.__path__):
@@ -44,7 +44,7 @@ def train(
     words = [name, str(folder), every, event, number]
     if SITUATIONS[name].ranks == 1:
         process = start([sys.executable, "-m", "tests.situations.run", *words], log)
-        return {wait(process, log)}
+        return {exit_code(process, log)}
     with open(log, "ab") as file:
         ranks, store = start_ranks("tests.situations.run", *words, files=(file, file))
         while all(rank.poll() is None for rank in ranks):
@@ -52,18 +52,9 @@ def train(
         if any(rank.poll() == KILLED for rank in ranks):
             for rank in ranks:
                 kill_group(rank)
-        codes = {wait(rank, log) for rank in ranks}
+        codes = {exit_code(rank, log) for rank in ranks}
         del store
         return codes
-
-
-def wait(process: Any, log: Path) -> int:
-    """Wait for the end of a process; its exit code."""
-    try:
-        return int(process.wait(timeout=100))
-    except Exception:
-        kill_group(process)
-        raise AssertionError(log.read_text()[-3000:]) from None
 
 
 def chosen_events(

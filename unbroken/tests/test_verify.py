@@ -6,17 +6,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.tensors.bits import tensors_and_plain
 from unbroken.testing import assert_resumes_exactly
 from unbroken.verifying.digests import of_plain, of_tensor
 from unbroken.verifying.held_values import HeldValues
 from unbroken.verifying.kills import ACCUMULATED, EDGE, INSIDE, VALIDATION, choose
 from unbroken.verifying.operations import Operation, Operations, first_difference
+from unbroken.verifying.trial import Start
 
 from tests.commands import TINY, run
 from tests.planted import PLANTED, Averages, Objects, Plain, Unseeded, table
@@ -228,3 +231,9 @@ def test_one_object_under_two_names_has_an_entry_under_each() -> None:
 def test_a_number_of_numpy_is_pythons_number() -> None:
     assert of_plain(np.float64(0.1)) == of_plain(0.1)
     assert tensors_and_plain([np.float64(0.1)]) == tensors_and_plain([0.1])
+
+
+def test_what_verify_adds_to_a_run_is_none_of_the_users_callbacks(tmp_path: Path) -> None:
+    added = Start(tmp_path).callbacks(tmp_path / "last.ckpt")
+    trainer: Any = SimpleNamespace(callbacks=[*added, Averages()])
+    assert [type(each) for each in users_callbacks(trainer)] == [Averages]

@@ -46,7 +46,9 @@ LEFT_OUT = "left_out"
 SEAL = "seal"
 # How one of an older version begins that is over all but the attributes of dictionaries
 SEAL_OF_ALL = "all:"
-# What a seal looks like in a file: with a length that is sealed, and without
+# What a seal looks like in a pickle: with a length that is sealed, and without. The latter is one
+# of an older version: the key "seal", how the pickle remembers it (q or r), and a text (X) of a
+# known length.
 WITH_LENGTH = re.compile(rb"seal:([0-9]{1,15}):([0-9a-f]{64}):")
 WITHOUT_LENGTH = re.compile(rb"seal(?:q.|r....)X(?:D\0\0\0all:|@\0\0\0)[0-9a-f]{64}", re.DOTALL)
 # A pickle has fewer steps than four times the letters of the text that is sealed.
@@ -920,8 +922,8 @@ def refuse_other_kinds_of_numbers(module: LightningModule, weights: dict[str, An
         if not isinstance(value, Tensor) or not isinstance(there, Tensor):
             continue
         if _kind_of_numbers(value) > _kind_of_numbers(there):
-            kinds = f"{str(value.dtype)[6:]} and not {str(there.dtype)[6:]}"
-            raise TypeError(f"{name} is {kinds}")
+            kind, own_kind = (str(each.dtype).removeprefix("torch.") for each in (value, there))
+            raise TypeError(f"{name} is {kind} and not {own_kind}")
 
 
 def _kind_of_numbers(tensor: Tensor) -> int:

@@ -78,11 +78,13 @@ def sums_of_bits(tensors: Iterable[Tensor]) -> list[Any]:
 
 def settled(sums: Sequence[Any]) -> list[int]:
     """Sums as whole numbers. It waits for the device, once."""
-    waiting = [each for each in sums if isinstance(each, Tensor)]
-    if not waiting:
-        return list(sums)
-    known = iter(torch.stack(waiting).tolist())
-    return [next(known) if isinstance(each, Tensor) else each for each in sums]
+    numbers = list(sums)
+    waiting = [place for place, each in enumerate(numbers) if isinstance(each, Tensor)]
+    if waiting:
+        computed = torch.stack([numbers[place] for place in waiting]).tolist()
+        for place, number in zip(waiting, computed, strict=True):
+            numbers[place] = number
+    return numbers
 
 
 def _dense(tensor: Tensor) -> Sequence[Tensor]:

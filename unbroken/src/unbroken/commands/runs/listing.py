@@ -136,7 +136,8 @@ def short_names(known: Sequence[str]) -> dict[str, str]:
     """The names of settings without their section, where no other has the same."""
     last = {name: name.rpartition(".")[2] for name in known}
     count = Counter(last.values())
-    return {name: last[name] if count[last[name]] == 1 else name for name in known}
+    unique = {name for name in known if count[last[name]] == 1}
+    return {name: last[name] if name in unique else name for name in known}
 
 
 def has_values(rows: Sequence[Row], name: str) -> bool:
