@@ -1473,6 +1473,73 @@ def test_a_validation_that_a_resumed_run_reads_in_another_way_is_said(make: Any)
     assert not alone.notes
 
 
+class Kept(Dataset[Tensor]):
+    """Rows that may depend on which were fetched before."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+        self.last = 0.0
+        self.cache: dict[int, Tensor] = {}
+        self.generator: torch.Generator | None = None
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        raise NotImplementedError
+
+
+class Counts(Kept):
+    def __getitem__(self, index: int) -> Tensor:
+        self.seen += 1
+        return torch.tensor(float(self.seen))
+
+
+class MixesWithTheLast(Kept):
+    def __getitem__(self, index: int) -> Tensor:
+        mixed = torch.tensor(index + 0.1 * self.last)
+        self.last = float(index)
+        return mixed
+
+
+class Caches(Kept):
+    def __getitem__(self, index: int) -> Tensor:
+        return self.cache.setdefault(index, torch.tensor(float(index)))
+
+
+class Draws(Kept):
+    def __getitem__(self, index: int) -> Tensor:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(3)
+        return index + torch.rand(1, generator=self.generator) + torch.rand(1)
+
+
+class Fails(Kept):
+    """Raises an error of its own, which belongs to the training."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process is copied on Linux alone")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    ("make", "is_told"),
+    [(Counts, True), (MixesWithTheLast, True), (Caches, False), (Draws, False), (Fails, False)],
+)
+def test_a_set_whose_samples_depend_on_what_was_fetched_before_is_said(
+    make: Any, is_told: bool, training: bool, workers: int
+) -> None:
+    loading = ExactLoading(seed=0)
+    dataset = make()
+    state = torch.get_rng_state()
+    for _ in range(2):
+        loading.exact(DataLoader(dataset, 4, num_workers=workers), rank_of(0, 1, training))
+    expected = f"a resume is not exact: {make.__name__} gives other samples when the same are"
+    assert [note.startswith(expected) for note in loading.notes] == [True] * is_told
+    # It was tried in another process.
+    assert vars(dataset) == vars(make())
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_stream_that_cannot_be_copied_is_said() -> None:
     class Locked(Stream):
         def __init__(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -293,6 +295,102 @@ def test_a_data_set_that_grows_is_told(capsys: pytest.CaptureFixture[str]) -> No
     module.pool.rows.append(2.0)
     saved(part, trainer)
     assert "module.pool changes in training" in told(capsys)
+
+
+class Watches(Callback):
+    """Changes its attributes in many ways."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.losses: list[float] = []
+        self.best: float | None = None
+        self.epoch = 0
+        self.begun = 0.0
+        self.file: Any = None
+        self.still = 1
+        self.scaler = Scaler()
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        # A resumed run sets it again.
+        self.epoch += 1
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.steps += 1
+        self.losses.append(1.0)
+        self.best = 0.5
+        self.begun = time.perf_counter()
+        self.file = self.file or io.StringIO()
+        self.scaler.sums += 1
+        trainer.train_dataloader.dataset.taken += 1
+
+
+class WatchesAndSaves(Watches):
+    """Speaks for itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps = state_dict["steps"]
+
+
+class Rows(Dataset[Any]):
+    """Rows of numbers that count what a callback tells them, and keep what they have made."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.made: dict[int, Any] = {}
+        self.length: int | None = None
+
+    def __getitem__(self, index: int) -> Any:
+        return self.made.setdefault(index, torch.ones(2))
+
+    def __len__(self) -> int:
+        self.length = 8
+        return self.length
+
+
+class Learns(Module):
+    """Trains on rows that only its loader holds."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.net(batch).mean()
+        return loss
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Rows(), 4)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("callback", [Watches, WatchesAndSaves])
+def test_what_callbacks_and_data_sets_keep_in_attributes_is_told_at_the_first_save(
+    callback: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        max_epochs=2,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[callback(), ExactCheckpoint(tmp_path)],
+    )
+    trainer.fit(Learns())
+    lines = [line for line in told(capsys).splitlines() if "may not be exact" in line]
+    expected = [
+        "a resume may not be exact: train_dataloader.dataset.taken changes in training, and a"
+        " checkpoint does not hold it (its class is int). Let a sample be a function of its key and"
+        " the epoch alone."
+    ]
+    if callback is Watches:
+        expected.insert(
+            0,
+            "a resume may not be exact: callbacks.Watches.0.steps changes in training, and a"
+            " checkpoint does not hold it (its class is int; so do best, losses). Give it in the"
+            " callback's state_dict, and take it back in its load_state_dict.",
+        )
+    assert lines == expected
 
 
 def test_a_compiled_teacher_comes_back() -> None:

@@ -33,6 +33,7 @@ class Hooks(Callback):
     | on_train_start | changed hyperparameters win; the user's hooks come after this | restoring |
     | (seam) after on_train_start | RESTORE: on_train_epoch_start again, every part | restoring |
     | (seam) before each batch, on_train_batch_start | SAVE if one is due; the stop | saving |
+    | (seam) before an epoch's first batch | what its start has set is noted | kept |
     | on_save_checkpoint | every part is put into the checkpoint that is saved | saving |
     | on_train_batch_end | the batch may be digested, a window may end | windows |
     | on_train_batch_end | the ranks agree to save or stop before the next batch | saving |
@@ -116,6 +117,7 @@ class Hooks(Callback):
         engine = self.engine
         engine.own.files.check()
         engine.restoring.before_batch()
+        engine.kept.objects.before_batch(trainer)
         engine.saving.before_batch(trainer)
 
     def on_train_batch_end(

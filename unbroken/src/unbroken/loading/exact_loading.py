@@ -17,6 +17,7 @@ from unbroken.loading.held_data import held_data, is_alike
 from unbroken.loading.log_steps import SHARDING
 from unbroken.loading.passes import Passes, Start
 from unbroken.loading.proof import OTHER_SAMPLES, Proof, fault_of_next_epoch, proved
+from unbroken.loading.repeating import gives_others_when_asked_again
 from unbroken.loading.samplers import (
     SEEDABLE,
     deals_in_order,
@@ -82,6 +83,8 @@ class ExactLoading:
         self._is_reloaded = False
         # What trials have shown, by the loader's number in an epoch and the name of what was tried.
         self._proofs: dict[tuple[int, str], Proof] = {}
+        # The names of data sets that were fetched from twice.
+        self._fetched_twice: set[str] = set()
         # The names of what validations read and was tried.
         self._tried_validations: set[str] = set()
 
@@ -129,6 +132,7 @@ class ExactLoading:
             passes = passes_of(found)
             self._note_order(source_of(loader), trainer)
             self._note_arrival(loader)
+            self._note_a_set_with_a_state(found, trainer)
             if trainer.world_size > 1:
                 self._note_shares(loader, form, trainer)
             if form is not Form.EXACT and trainer.world_size > 1:
@@ -255,6 +259,20 @@ class ExactLoading:
             self.notes.append(
                 f"a resume is not exact: {_name_of(loader)} is read with in_order=False, and gives"
                 " the batch that is ready first."
+            )
+
+    def _note_a_set_with_a_state(self, loader: ExactLoader, trainer: Trainer) -> None:
+        """Say so where samples depend on what was fetched before: no state of it is kept."""
+        name = type(loader.dataset).__name__
+        is_new = trainer.state.fn == "fit" and name not in self._fetched_twice
+        if not is_new or trainer.global_rank != 0:
+            return
+        self._fetched_twice.add(name)
+        if gives_others_when_asked_again(loader):
+            self.notes.append(
+                f"a resume is not exact: {name} gives other samples when the same are fetched"
+                " again, because it keeps a state (such as a queue, a count or a generator). Let a"
+                " sample be a function of its key and the epoch alone."
             )
 
     def _note_shares(self, loader: Any, form: Form, trainer: Trainer) -> None:

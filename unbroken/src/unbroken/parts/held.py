@@ -41,7 +41,7 @@ from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
 from unbroken.loading import LiveLoader, passes_of
 from unbroken.loading.own_generators import KINDS as GENERATORS
 from unbroken.loading.own_generators import draws_from_a_state
-from unbroken.loading.samplers import samplers_within
+from unbroken.loading.samplers import has_state, is_stream, samplers_within
 from unbroken.parts.plain_values import (
     NUMBERS_AND_TEXTS,
     is_plain,
@@ -94,6 +94,21 @@ class Length(NamedTuple):
     entries: int
 
 
+class Told(NamedTuple):
+    """What is said where something changes that nobody keeps.
+
+    Attributes:
+        kinds: The classes of values whose change is said.
+        since_epoch: Whether a change counts from an epoch's first batch on. What hooks of an
+            epoch's start set, a resumed run sets again. Else it counts from the training's start.
+        advice: What the line says at its end.
+    """
+
+    kinds: tuple[type, ...]
+    since_epoch: bool = False
+    advice: str = ""
+
+
 class NotHeld(NamedTuple):
     """A value that no checkpoint holds.
 
@@ -101,11 +116,13 @@ class NotHeld(NamedTuple):
         value: The value, or the length of a list that is not plain.
         attribute: The name of the attribute that it is, or belongs to.
         package: The package of the class whose attribute that is. Empty: it is the user's own.
+        told: What is said of a change.
     """
 
     value: Any
     attribute: str
     package: str
+    told: Told
 
 
 @dataclasses.dataclass
@@ -141,12 +158,32 @@ class Held:
         return next((states[each] for each in names if each in states), None)
 
 
+NUMBERS = (*NUMBERS_AND_TEXTS, Enum, np.generic)
+NOTHING = Told(())
+OF_MODULES = Told(
+    (object,), advice="Save it in on_save_checkpoint, or make it a part (see docs/how_it_works.md)."
+)
+# A package's objects in a callback belong to a tracker, a window or a clock more often than to the
+# training.
+OF_CALLBACKS = Told(
+    (*NUMBERS, Tensor, np.ndarray, Length, *CONTAINERS),
+    since_epoch=True,
+    advice="Give it in the callback's state_dict, and take it back in its load_state_dict.",
+)
+# A list or a package's object in a data set is a cache or an open file more often than a state.
+OF_DATA = Told(
+    (*NUMBERS, Length),
+    since_epoch=True,
+    advice="Let a sample be a function of its key and the epoch alone.",
+)
+
+
 class Inside(NamedTuple):
     """What holds for the attributes of an object, and for what they hold.
 
     Attributes:
         keeps: Whether plain attributes of the user's own objects are kept here.
-        tells: Whether a change of what nobody keeps is told.
+        tells: What is told of a change of what nobody keeps.
         takes: Whether modules and declared states are kept here. Else they belong to somebody who
             declares a state for all that he holds.
         attribute: See :class:`NotHeld`. Empty: each attribute stands for itself.
@@ -154,7 +191,7 @@ class Inside(NamedTuple):
     """
 
     keeps: bool = True
-    tells: bool = True
+    tells: Told = OF_MODULES
     takes: bool = True
     attribute: str = ""
     package: str = ""
@@ -167,6 +204,7 @@ def held_by_users(trainer: Trainer) -> Held:
     look.data()
     look.optimizers_and_schedules()
     look.callbacks()
+    look.data_sets()
     return look.held
 
 
@@ -221,8 +259,6 @@ class _Look:
     def callbacks(self) -> None:
         of_class: Counter[str] = Counter()
         places: list[Place] = []
-        # A callback keeps what its state_dict says, as Lightning has it.
-        inside = Inside(keeps=False, tells=False)
         for callback in users_callbacks(self.trainer):
             if isinstance(callback, Logger):
                 # What a tracker keeps is no part of the training.
@@ -230,8 +266,25 @@ class _Look:
             kind = type(callback).__qualname__
             name = f"callbacks.{kind}.{of_class[kind]}"
             of_class[kind] += 1
+            # A callback keeps what its state_dict says, as Lightning has it.
+            is_silent = saves_itself(callback) or package_of(callback) == "unbroken"
+            inside = Inside(keeps=False, tells=NOTHING if is_silent else OF_CALLBACKS)
             places += self._attributes(name, callback, inside, 0)
         self._walk(places)
+
+    def data_sets(self) -> None:
+        """Those that nobody holds but a loader."""
+        trainer = self.trainer
+        inside = Inside(keeps=False, tells=OF_DATA, takes=False)
+        found = {
+            "train_dataloader": trainer.train_dataloader,
+            "val_dataloaders": trainer.val_dataloaders,
+        }
+        self._walk(
+            Place(f"{name}.dataset", loader.dataset, 1, inside)
+            for name, loader in _loaders_in(found)
+            if isinstance(getattr(loader, "dataset", None), Dataset)
+        )
 
     # How it goes on
 
@@ -244,6 +297,7 @@ class _Look:
 
     def _opened(self, place: Place) -> list[Place]:
         """Note an object, and return what it holds and may be of interest."""
+        place = place._replace(inside=_inside(place.value, place.inside))
         name, value = place.name, place.value
         if isinstance(value, GENERATORS):
             if draws_from_a_state(value):
@@ -278,7 +332,8 @@ class _Look:
         """Somebody whose plain attributes are kept; of layers of packages single values alone."""
         self.held.owners[name] = owner
         not_kept = not_kept_of(owner)
-        tells = inside.tells and not only_singles and not saves_itself(owner)
+        is_silent = only_singles or saves_itself(owner)
+        tells = NOTHING if is_silent else inside.tells
         inside = Inside(inside.keeps, tells, inside.takes, "", package_of(owner))
         is_of_data = name.startswith("data.")
         attributes = self.held.attributes
@@ -325,8 +380,9 @@ class _Look:
         return [Place(name, value, depth + 1, inside)]
 
     def _tell(self, name: str, value: Any, inside: Inside) -> None:
-        if inside.tells:
-            self.held.nobodys[name] = NotHeld(value, inside.attribute or name, inside.package)
+        if isinstance(value, inside.tells.kinds):
+            attribute = inside.attribute or name
+            self.held.nobodys[name] = NotHeld(value, attribute, inside.package, inside.tells)
 
     # The kinds of objects
 
@@ -349,7 +405,7 @@ class _Look:
         if not isinstance(value, nn.Module):
             return []
         places: list[Place] = []
-        within = inside._replace(keeps=False, tells=False)
+        within = inside._replace(keeps=False, tells=NOTHING)
         for path, part in value.named_modules():
             if not type(part).__module__.startswith("torch.nn."):
                 places += self._attributes(f"{name}.{path}".rstrip("."), part, within, depth)
@@ -361,13 +417,16 @@ class _Look:
         is_read = id(value) in self.read
         if inside.takes and not is_read and declares_state(value):
             return self._declared(place)
+        # Batches of any other are asked for by a key, and no state of it is kept.
+        is_asked = isinstance(value, Dataset) and not is_stream(value) and not has_state(value)
         self._tell(name, Identity(value), inside)
         length = sized_len(value) if isinstance(value, Dataset) else None
         if length is not None:
             # Caches in it may fill. One that grows is no longer what the constructor makes.
             within = inside._replace(attribute=inside.attribute or name)
             self._tell(f"{name}.length", Length(length), within)
-        within = inside._replace(keeps=False, tells=False, takes=inside.takes and not is_read)
+        tells = OF_DATA if is_read and is_asked else NOTHING
+        within = inside._replace(keeps=False, tells=tells, takes=inside.takes and not is_read)
         return self._attributes(name, value, within, depth)
 
     def _declared(self, place: Place) -> list[Place]:
@@ -382,14 +441,14 @@ class _Look:
             return self._optimizer(name, value, inside, depth)
         if isinstance(value, LRScheduler):
             return self._schedule(name, value, inside, depth)
-        within = inside._replace(keeps=False, tells=False, takes=False)
+        within = inside._replace(keeps=False, tells=NOTHING, takes=False)
         return self._attributes(name, value, within, depth)
 
     def _optimizer(self, name: str, optimizer: Any, inside: Inside, depth: int) -> list[Place]:
         """A state dict of torch's optimizers lacks what a subclass keeps in attributes."""
         if inside.keeps and is_not_overridden(optimizer, Optimizer):
             return self._owner(name, optimizer, inside, depth)
-        within = inside._replace(keeps=False, tells=False, takes=False)
+        within = inside._replace(keeps=False, tells=NOTHING, takes=False)
         return self._attributes(name, optimizer, within, depth)
 
     def _schedule(self, name: str, schedule: Any, inside: Inside, depth: int) -> list[Place]:
@@ -397,7 +456,7 @@ class _Look:
         in them.
         """
         takes = inside.takes and is_not_overridden(schedule, LRScheduler)
-        within = inside._replace(keeps=False, tells=False, takes=takes)
+        within = inside._replace(keeps=False, tells=NOTHING, takes=takes)
         return self._attributes(name, schedule, within, depth)
 
     def _object(self, place: Place) -> list[Place]:
@@ -406,7 +465,7 @@ class _Look:
         """
         name, value, depth, inside = place
         if isinstance(value, Callback):
-            within = inside._replace(keeps=False, tells=False)
+            within = inside._replace(keeps=False, tells=NOTHING)
             return self._attributes(name, value, within, depth)
         if inside.keeps and is_object(value):
             return self._owner(name, value, inside, depth)
@@ -416,6 +475,12 @@ class _Look:
             return []
         self._tell(name, type(value), inside)
         return self._attributes(name, value, inside, depth)
+
+
+def _inside(value: Any, inside: Inside) -> Inside:
+    """What holds inside an object: nothing is told where a change of the object is not."""
+    is_told = isinstance(value, inside.tells.kinds) or is_users_own(type(value))
+    return inside if is_told else inside._replace(tells=NOTHING)
 
 
 class Identity(NamedTuple):
@@ -455,6 +520,15 @@ def _read_by(trainer: Trainer) -> set[int]:
                 if isinstance(each, list | tuple) and len(each) <= LONGEST:
                     waiting += [part for part in each if isinstance(part, Dataset)]
     return found
+
+
+def _loaders_in(loaders: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The loaders in nested lists and dictionaries, by their names."""
+    if isinstance(loaders, CONTAINERS):
+        for key, each in walk.held_by(loaders):
+            yield from _loaders_in(each, f"{name}.{key}".lstrip("."))
+    elif loaders is not None:
+        yield name, loaders
 
 
 def declares_state(value: Any) -> bool:

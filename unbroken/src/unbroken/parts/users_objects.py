@@ -42,6 +42,8 @@ class UsersObjects(Part):
         self.generators = OwnGenerators()
         self.not_kept = NotKept()
         self.shapes = Shapes()
+        # The epoch whose start's hooks are over
+        self._epoch: int | None = None
 
     # What is noted at a start
 
@@ -65,6 +67,12 @@ class UsersObjects(Part):
         self.attributes.begin(held)
         self.modules.begin(held, trainer.lightning_module)
         self.not_kept.begin(held)
+
+    def before_batch(self, trainer: Trainer) -> None:
+        """Before an epoch's first batch, note what the hooks of its start have set."""
+        if trainer.current_epoch != self._epoch:
+            self._epoch = trainer.current_epoch
+            self.not_kept.epoch_begins(held_by_users(trainer))
 
     # What is kept
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -11,10 +12,11 @@ from torch import Tensor
 from unbroken.holding.bounds import LAST_ENTRIES, MOST_BYTES_COMPARED
 from unbroken.holding.walk import ROWS
 from unbroken.lightning_internals import version_of
-from unbroken.parts.held import Held, Identity, Length, NotHeld, is_iterator
+from unbroken.parts.held import OF_MODULES, Held, Identity, Length, NotHeld, is_iterator
 from unbroken.parts.plain_values import copied, is_single
 
-ADVICE = "Save it in on_save_checkpoint, or make it a part (see docs/how_it_works.md)."
+# Python's clocks, and what they said when this process began.
+CLOCKS = {clock: clock() for clock in (time.time, time.monotonic, time.perf_counter)}
 
 
 class NotKept:
@@ -37,18 +39,23 @@ class NotKept:
         self._fresh = {name: evidence_of(each.value) for name, each in held.nobodys.items()}
         self._there = made_by_users(held)
 
+    def epoch_begins(self, held: Held) -> None:
+        """Note again what an epoch's start may set: a resumed run sets it, too."""
+        for name, each in held.nobodys.items():
+            if each.told.since_epoch:
+                self._fresh[name] = evidence_of(each.value)
+
     def lines(self, held: Held) -> list[str]:
-        """A line for each attribute that has changed, and was not told yet."""
-        found: list[str] = []
+        """A line for each owner of attributes that have changed, and were not told yet."""
+        changed: dict[str, list[NotHeld]] = {}
         for name, each in held.nobodys.items():
             if each.attribute not in self._told and self._has_changed(name, each):
                 self._told.add(each.attribute)
                 if each.package:
                     self.packages.add(each.package)
-                found.append(
-                    f"a resume may not be exact: {each.attribute} changes in training, and a"
-                    f" checkpoint cannot hold it ({what_it_is(held, each)}). {ADVICE}"
-                )
+                owner = each.attribute.rpartition(".")[0]
+                changed.setdefault(owner, []).append(each)
+        found = [line_of(held, *several) for several in changed.values()]
         for name in sorted(made_by_users(held) - self._there):
             if any(f"{name}.".startswith(f"{told}.") for told in self._told):
                 # What it lies in was told.
@@ -69,7 +76,7 @@ class NotKept:
                 self._told.add(name)
                 found.append(
                     f"a resume may not be exact: {name} changes in training, and undeclared=False"
-                    f" keeps no state that is not declared. {ADVICE}"
+                    f" keeps no state that is not declared. {OF_MODULES.advice}"
                 )
         return found
 
@@ -89,6 +96,8 @@ class NotKept:
     def _has_changed(self, name: str, each: NotHeld) -> bool:
         if is_iterator(each.value):
             return True
+        if isinstance(each.value, float) and is_of_a_clock(each.value):
+            return False
         now = evidence_of(each.value)
         if name in self._fresh:
             return bool(self._fresh[name] != now)
@@ -96,12 +105,24 @@ class NotKept:
         return now is not None and each.value != Length(0)
 
 
+def line_of(held: Held, first: NotHeld, *others: NotHeld) -> str:
+    """What is said of attributes of one owner that have changed."""
+    what = what_it_is(held, first)
+    if others:
+        names = [each.attribute.rpartition(".")[2] for each in others]
+        what += f"; so do {', '.join(names)}"
+    return (
+        f"a resume may not be exact: {first.attribute} changes in training, and a checkpoint does"
+        f" not hold it ({what}). {first.told.advice}"
+    )
+
+
 def what_it_is(held: Held, each: NotHeld) -> str:
     """The class of the attribute, in words."""
     top = held.nobodys.get(each.attribute, each)
     value = top.value
     if isinstance(value, Length):
-        return "it is a list or dictionary of objects"
+        return "it is a list or dictionary"
     if isinstance(value, Identity):
         value = value.value
     kind = value if isinstance(value, type) else type(value)
@@ -133,6 +154,11 @@ def evidence_of(value: Any) -> Any:
     if value is None or isinstance(value, Length | type):
         return value
     return copied(value) if is_single(value) else id(value)
+
+
+def is_of_a_clock(value: float) -> bool:
+    """Whether a number is a moment since this process began, by one of Python's clocks."""
+    return any(begun <= value <= clock() for clock, begun in CLOCKS.items())
 
 
 def evidence_of_entry(value: Any) -> Any:

@@ -1,0 +1,101 @@
+"""Whether a data set gives the same samples when they are fetched again: tried before training.
+
+A resumed run has a data set that was made anew. It sees the same samples where each is a function
+of its key, the epoch, and the random numbers that are seeded for its batch. One that keeps a state,
+such as a queue of patches or a count, gives others as soon as it is asked twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import multiprocessing
+import sys
+import warnings
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from unbroken.loading.exact_loader import ExactLoader, PlainRequests
+from unbroken.loading.workers import prepare_worker, workers_end_with_block
+from unbroken.tensors.same_values import is_same
+
+# A second batch is between the two times that the first is fetched: a sample may depend on the one
+# before.
+BATCHES = 2
+# A batch of the trial has at most so many samples, because one may take long to read.
+SAMPLES = 4
+PATIENCE_SECONDS = 10.0
+# Rows of tensors, and functions that collate them, keep no state in these packages.
+WITHOUT_STATE = ("torch.", "unbroken.")
+
+
+def gives_others_when_asked_again(loader: ExactLoader) -> bool:
+    """Whether a loader's first samples are others when they are fetched once more, with the same
+    seed.
+
+    They are fetched in a worker process, which is a copy of this one: the data set itself, its
+    files and the generators here are left alone. False, too, where it cannot be tried: a process
+    is copied only on Linux, and what fails in the trial fails in training, with its own error.
+    """
+    if not sys.platform.startswith("linux") or _is_known_to_repeat(loader):
+        return False
+    trial: DataLoader[bool] = DataLoader(
+        FetchedTwice(loader),
+        batch_size=None,
+        num_workers=1,
+        timeout=PATIENCE_SECONDS,
+        multiprocessing_context=multiprocessing.get_context("fork"),
+        worker_init_fn=partial(prepare_worker, further=loader.worker_init_fn),
+        generator=torch.Generator().manual_seed(0),
+    )
+    try:
+        with workers_end_with_block(), warnings.catch_warnings():
+            # Python 3.12 warns of threads, which a copy lacks. Torch's workers start their own.
+            warnings.simplefilter("ignore")
+            (repeats,) = trial
+    except Exception:
+        return False
+    return not repeats
+
+
+def _is_known_to_repeat(loader: ExactLoader) -> bool:
+    """Whether a loader's samples are rows of tensors or entries of a list, collated as torch or the
+    library does it.
+    """
+    dataset: Any = loader.dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    collates = getattr(loader.collate_fn, "__module__", "")
+    if not collates.startswith(WITHOUT_STATE):
+        return False
+    is_rows = isinstance(dataset, TensorDataset)
+    is_rows = is_rows and type(dataset).__module__.startswith(WITHOUT_STATE)
+    return is_rows or type(dataset) in (list, tuple)
+
+
+class FetchedTwice(Dataset[bool]):
+    """Its only sample tells whether a loader's first samples are the same when they are fetched
+    again. It is asked in a worker process.
+    """
+
+    def __init__(self, loader: ExactLoader) -> None:
+        self.loader = loader
+        # The user's own, for prepare_worker.
+        self.dataset = loader.dataset
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, _: int) -> bool:
+        fetch: Any = self.loader.exact_fetching.dataset
+        requests = PlainRequests(self.loader.exact_passes)
+        few = [
+            (epoch, number, part[:SAMPLES] if isinstance(part, list) else part)
+            for epoch, number, part in islice(requests, BATCHES)
+        ]
+        # Some data sets fill the same tensor again.
+        first = [copy.deepcopy(fetch[request]) for request in few]
+        again = [copy.deepcopy(fetch[request]) for request in few]
+        return is_same(first, again)
