@@ -645,7 +645,7 @@ def test_a_mode_that_is_typed_on_resume_beats_the_checkpoints() -> None:
     named.take_names_of(Told())
     assert named.mode == "max"
     by_default = Best(named_mode="max")
-    by_default.take({"val/loss": 0.5}, 0)
+    by_default.compare({"val/loss": 0.5}, 0)
     assert (by_default.monitor, by_default.mode) == ("val/loss", "max")
 
 
@@ -662,7 +662,7 @@ def test_a_module_whose_monitor_is_no_name_leaves_the_choice_to_what_is_logged(
         None,
         None,
     )  # its mode is of its own metric
-    best.take({"val/accuracy": 0.5}, 0)
+    best.compare({"val/accuracy": 0.5}, 0)
     assert (best.monitor, best.mode) == ("val/accuracy", "max")
 
 
@@ -696,7 +696,7 @@ def test_where_nobody_names_a_metric_the_first_usual_one_is_followed(
     logged: list[str], monitor: str | None, mode: str
 ) -> None:
     best = Best()
-    assert best.take(dict.fromkeys(logged, 0.5), 0) is (monitor is not None)
+    assert best.compare(dict.fromkeys(logged, 0.5), 0) is (monitor is not None)
     assert best.monitor == monitor
     assert best.mode == mode
 

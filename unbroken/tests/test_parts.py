@@ -17,16 +17,15 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from torch import nn
 from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricTracker, MinMaxMetric
 from unbroken.checkpoint.following import Best, Following
+from unbroken.checkpoint.kept import KeptParts
 from unbroken.loading import ExactLoading
 from unbroken.loading.own_generators import generators_in, seed_them
-from unbroken.parts import all_parts
-from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import OwnGenerators, RandomGenerators
 from unbroken.parts.held import held_by_users as held
 from unbroken.parts.held import is_object
 from unbroken.parts.hyperparameters import StartingHyperparameters, apply_changes, with_changes
 from unbroken.parts.loaders import LoaderPositions
-from unbroken.parts.loops import EarlyStop, ValidatedBatches, WasValidated, clean_counters
+from unbroken.parts.loops import EarlyStop, ValidatedBatches, clean_counters
 from unbroken.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
 from unbroken.parts.module import (
     EvalModes,
@@ -39,7 +38,6 @@ from unbroken.parts.rows import MetricRows
 from unbroken.parts.undeclared.attributes import PlainAttributes
 from unbroken.parts.undeclared.modules import HiddenModules
 from unbroken.parts.undeclared.not_kept import NotKept
-from unbroken.parts.users_objects import UsersObjects
 from unbroken.storage.checkpoint_files import RUN_KEY, made_plain, make_room_for_buffers
 from unbroken.tensors.same_values import is_same
 
@@ -82,13 +80,8 @@ def other() -> Trainer:
 
 
 def test_the_list_has_every_part_once_and_generators_last() -> None:
-    loading = ExactLoading(0)
     own = MetricRows(SimpleNamespace())  # type: ignore[arg-type]
-    starting = StartingHyperparameters()
-    asked = (Following(Best()), WasValidated())
-    noted = (LoaderPositions(loading), PlainBuffers(), starting)
-    proof = (OpenWindow(), Chain(), BitsInMemory())
-    parts = all_parts(*asked, *noted, UsersObjects(), *proof, [own])
+    parts = KeptParts(ExactLoading(0), Following(Best()), [own], undeclared=True).all
     names = [part.name for part in parts]
     assert len(names) == len(set(names)) == 22
     assert isinstance(parts[-1], RandomGenerators)

@@ -18,15 +18,9 @@ import pytest
 import torch
 import unbroken
 from unbroken.checkpoint.following import Best, Following
+from unbroken.checkpoint.kept import KeptParts
 from unbroken.cli.cli import configure
 from unbroken.loading import ExactLoading
-from unbroken.parts import all_parts
-from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
-from unbroken.parts.hyperparameters import StartingHyperparameters
-from unbroken.parts.loaders import LoaderPositions
-from unbroken.parts.loops import WasValidated
-from unbroken.parts.module import PlainBuffers
-from unbroken.parts.users_objects import UsersObjects
 
 from project.fit import job
 
@@ -172,11 +166,8 @@ def test_every_example_in_the_table_is_there() -> None:
 def test_the_page_names_every_part_of_a_checkpoint() -> None:
     table = PAGES["docs/how_it_works.md"].partition("| part |")[2].partition("\n\n")[0]
     named = re.findall(r"`([A-Z]\w+)`", table)
-    asked = (Following(Best()), WasValidated())
-    noted = (LoaderPositions(ExactLoading()), PlainBuffers(), StartingHyperparameters())
-    proof = (OpenWindow(), Chain(), BitsInMemory())
-    given = all_parts(*asked, *noted, UsersObjects(), *proof)
-    parts = [type(part).__name__ for part in given]
+    kept = KeptParts(ExactLoading(), Following(Best()), [], undeclared=True)
+    parts = [type(part).__name__ for part in kept.all]
     assert sorted(named) == sorted([*parts, "MetricRows"])
 
 

@@ -19,15 +19,15 @@ class Ending:
     """What any rank asks a run for, known to all of them at the same step; and the run's end.
 
     Args:
-        own: The folder of the run.
+        own_folder: The folder of the run.
         requeue_signal: SLURM's signal, at which the job is queued again. None: that which the
             Trainer would take.
     """
 
-    def __init__(self, own: OwnFolder, requeue_signal: int | None) -> None:
+    def __init__(self, own_folder: OwnFolder, requeue_signal: int | None) -> None:
         # What all ranks have agreed upon: the signal to stop by, SAVE_DUE, or 0.
         self.request = 0
-        self._own = own
+        self._own_folder = own_folder
         self._requeue_signal = requeue_signal
         self._signals = signals.TakenOver()
         self._agreement: Agreement | None = None
@@ -94,8 +94,8 @@ class Ending:
 
         A command finds its own checkpoint.
         """
-        last = self._own.files.last
-        if self._own.was_given or not self._own.saves or not last.exists():
+        last = self._own_folder.files.last
+        if self._own_folder.was_given or not self._own_folder.saves or not last.exists():
             return
         target = lightning_internals.next_requeue_checkpoint(trainer)
         try:

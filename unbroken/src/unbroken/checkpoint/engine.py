@@ -39,14 +39,16 @@ class Engine:
     """One training's objects. The next training has others.
 
     Args:
-        own: The folder of the run.
+        own_folder: The folder of the run.
         ending: How the run ends when it is asked to.
         best: The best so far.
         settings: What the user has given.
     """
 
-    def __init__(self, own: OwnFolder, ending: Ending, best: Best, settings: Settings) -> None:
-        self.own = own
+    def __init__(
+        self, own_folder: OwnFolder, ending: Ending, best: Best, settings: Settings
+    ) -> None:
+        self.own_folder = own_folder
         self.ending = ending
         self.best = best
         self.chosen = settings.chosen
@@ -63,7 +65,7 @@ class Engine:
         self.validation = Validation(self.kept)
         self.cut_epoch = CutEpoch(self.kept)
         self.saving = Saving(
-            own,
+            own_folder,
             settings.interval,
             self.kept,
             self.following,
@@ -73,7 +75,7 @@ class Engine:
             settings.chosen,
         )
         self.restoring = Restoring(
-            own,
+            own_folder,
             self.kept,
             best,
             self.loading,

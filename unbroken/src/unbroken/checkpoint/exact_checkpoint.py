@@ -117,8 +117,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         lightning_internals.refuse_without_checkpointing(ExactCheckpoint)
         self.best = Best.of(monitor, mode)
         copied_to = Mirror(mirror) if isinstance(mirror, str) else mirror
-        self.own = OwnFolder(folder, run_id, copied_to)
-        self.ending = Ending(self.own, requeue_signal)
+        self.own_folder = OwnFolder(folder, run_id, copied_to)
+        self.ending = Ending(self.own_folder, requeue_signal)
         self._settings = Settings(
             Interval.of(every),
             list(parts),
@@ -136,30 +136,30 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def _new_engine(self) -> Engine:
         """New objects, so that nothing of an earlier training is left."""
         self.ending.request = 0
-        return Engine(self.own, self.ending, self.best, self._settings)
+        return Engine(self.own_folder, self.ending, self.best, self._settings)
 
     # What others ask for, by the names of ModelCheckpoint
 
     @property
     def saves(self) -> bool:
         """Whether checkpoints are saved at all."""
-        return self.own.has_path
+        return self.own_folder.has_path
 
     @property
     def folder(self) -> Path:
-        return self.own.path
+        return self.own_folder.path
 
     @property
     def mirror(self) -> Mirror | None:
-        return self.own.mirror
+        return self.own_folder.mirror
 
     @property
     def best_path(self) -> Path:
-        return self.own.files.best
+        return self.own_folder.files.best
 
     @property
     def last_path(self) -> Path:
-        return self.own.files.last
+        return self.own_folder.files.last
 
     @property
     def dirpath(self) -> str:
@@ -167,12 +167,12 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     @property
     def best_model_path(self) -> str:
-        self.own.files.wait()
+        self.own_folder.files.wait()
         return str(self.best_path) if self.saves and self.best_path.exists() else ""
 
     @property
     def last_model_path(self) -> str:
-        self.own.files.wait()
+        self.own_folder.files.wait()
         return str(self.last_path) if self.saves and self.last_path.exists() else ""
 
     @property
@@ -205,8 +205,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
             return None
         if self.mirror is not None and not self.mirror.was_asked:
             # One rank asks the mirror, and the others wait for it.
-            decided_by_rank_zero("mirror", self.own.bring_from_mirror)
-        path = self.own.files.newest_whole()
+            decided_by_rank_zero("mirror", self.own_folder.bring_from_mirror)
+        path = self.own_folder.files.newest_whole()
         return None if path is None else str(path)
 
     def state_dict(self) -> dict[str, Any]:
@@ -242,13 +242,13 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if stage == "fit":
             self.engine = self._new_engine()
             self.best.take_names_of(pl_module)
-            self.own.begin(trainer)
+            self.own_folder.begin(trainer)
         seams = Seams(trainer)
         self._seams = seams
         put_in_front(trainer, Hooks(self.engine, seams))
         self.ending.begin(trainer)
         self._take_over_loaders(trainer, seams)
-        if not self.own.was_given:
+        if not self.own_folder.was_given:
             # A command has seen to its threads before it imported torch.
             threads.configure_later()
         self._watches_threads = waiting.start()
@@ -265,7 +265,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             group = self.ending.group
             seams.before_gathering(lambda tensor, of: compare_sizes(trainer, tensor, of or group))
         seams.around_loading(
-            partial(self.own.files.reading, trainer),
+            partial(self.own_folder.files.reading, trainer),
             lambda checkpoint: self._fill_in(trainer, checkpoint),
         )
 
@@ -284,8 +284,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
     # Its end: what is put back
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.own.files.wait()
-        self.own.finish_mirror(None)
+        self.own_folder.files.wait()
+        self.own_folder.finish_mirror(None)
         self._put_everything_back(trainer)
 
     def on_exception(
@@ -296,9 +296,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             exception.code = signals.Stopped(signal.SIGTERM).exit_code
         # The error that ends the run is the one to be told.
         with suppress(UserError):
-            self.own.files.wait()
+            self.own_folder.files.wait()
         # Lightning calls no teardown then.
-        self.own.finish_mirror(signals.seconds_left())
+        self.own_folder.finish_mirror(signals.seconds_left())
         self._put_everything_back(trainer)
 
     def _put_everything_back(self, trainer: Trainer) -> None:
@@ -307,7 +307,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self._seams.put_back()
             self._seams = None
             lightning_internals.let_lightning_share(trainer, self.engine.loading.shares)
-        self.own.release()
+        self.own_folder.release()
         self.ending.end(trainer)
         if self._watches_threads:
             waiting.end()

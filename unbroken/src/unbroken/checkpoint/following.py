@@ -81,7 +81,7 @@ class Best:
             return []
         return [f"--mode {self.mode} is taken for {self.monitor}, by its name."]
 
-    def take(self, logged: dict[str, Any], epoch: int) -> bool:
+    def compare(self, logged: dict[str, Any], epoch: int) -> bool:
         """Note a value; returns whether it is the best so far.
 
         Of equal values the later wins, as it is trained more.
@@ -165,7 +165,7 @@ class Following(Part):
     def validation_is_over(self, trainer: Trainer, group: Any) -> None:
         """Compare what the validation has logged."""
         logged = logged_by_rank_zero(trainer, group)
-        if self.best.take(logged, trainer.current_epoch):
+        if self.best.compare(logged, trainer.current_epoch):
             self.is_new = True
         self._in_validations = bool(self._in_validations) or self.best.monitor in logged
 
@@ -186,7 +186,7 @@ class Following(Part):
             names = ", ".join(sorted(logged))
             raise UserError(f"--monitor must be logged, got {best.monitor}. Logged: {names}.")
         # Lightning counts the epoch that has ended already.
-        if best.take(logged, trainer.current_epoch - 1):
+        if best.compare(logged, trainer.current_epoch - 1):
             self.is_new = True
 
     def training_is_over(self, trainer: Trainer, group: Any, saves: bool) -> None:

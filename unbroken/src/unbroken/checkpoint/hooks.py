@@ -81,12 +81,12 @@ class Hooks(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
         signals.defer()
-        engine.own.training_starts()
+        engine.own_folder.training_starts()
         engine.saving.training_starts(trainer)
         engine.windows.training_starts(trainer)
         engine.restoring.training_starts(trainer)
-        engine.loading.notes += engine.best.assumptions()
-        engine.loading.notes += what_is_not_exact(trainer, engine.loading)
+        engine.loading.lines_to_say += engine.best.assumptions()
+        engine.loading.lines_to_say += what_is_not_exact(trainer, engine.loading)
 
     def _after_train_start(self, trainer: Trainer) -> None:
         everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ class Hooks(Callback):
 
     def _before_batch(self, trainer: Trainer) -> None:
         engine = self.engine
-        engine.own.files.check()
+        engine.own_folder.files.check()
         engine.restoring.before_batch()
         engine.kept.objects.before_batch(trainer)
         engine.saving.before_batch(trainer)
@@ -131,7 +131,7 @@ class Hooks(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
-        if engine.loading.anywhere and engine.own.saves:
+        if engine.loading.starts_inside_epochs and engine.own_folder.saves:
             engine.cut_epoch.note(trainer)
         # A longer run that goes on inside the epoch goes on with its open window.
         engine.windows.epoch_ends(trainer)
@@ -143,7 +143,7 @@ class Hooks(Callback):
         if engine.restoring.was_over:
             # It is saved.
             return
-        engine.following.training_is_over(trainer, engine.ending.group, engine.own.saves)
+        engine.following.training_is_over(trainer, engine.ending.group, engine.own_folder.saves)
         engine.saving.training_ends(trainer)
 
     def on_save_checkpoint(
@@ -158,7 +158,7 @@ class Hooks(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.engine.restoring.fit_ends(trainer)
-        self.engine.own.training_is_over(self.engine.kept.chain.links)
+        self.engine.own_folder.training_is_over(self.engine.kept.chain.links)
 
     # Evaluations
 

@@ -1,4 +1,6 @@
-"""The kept parts of one training: what they note at its start, and how they are taken."""
+"""What a checkpoint holds beyond Lightning's own: the list of parts, what they note at a training's
+start, and how they are taken.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,20 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from unbroken.checkpoint.snapshot import Snapshot
 from unbroken.loading import ExactLoading
-from unbroken.parts import all_parts
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
+from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
-from unbroken.parts.loaders import LoaderPositions
-from unbroken.parts.loops import Place, WasValidated
-from unbroken.parts.module import PlainBuffers, Switches
+from unbroken.parts.loaders import BatchSizes, LoaderPositions
+from unbroken.parts.loops import EarlyStop, Place, ValidatedBatches, WasValidated
+from unbroken.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
+from unbroken.parts.module import (
+    EvalModes,
+    FrozenParameters,
+    Gradients,
+    PlainBuffers,
+    Switches,
+    UntrackedStatistics,
+)
 from unbroken.parts.part import Part
 from unbroken.parts.users_objects import UsersObjects
 from unbroken.stopping.ranks import of_all_ranks
@@ -45,18 +55,34 @@ class KeptParts:
         self.was_validated = WasValidated()
         self._loading = loading
         self._positions = LoaderPositions(loading)
-        self.all = all_parts(
-            followed,
+        # In the order in which they are taken and given back.
+        self.all: list[Part] = [
+            # A module's own sums come first: to ask for them may add uncounted batches to its
+            # metrics.
+            ModuleSums(),
+            MetricStates(),
+            LoggedSums(),
+            CallbackMetrics(),
+            ValidatedBatches(),
             self.was_validated,
+            followed,
             self._positions,
+            BatchSizes(self._positions),
             self.buffers,
+            Gradients(),
+            FrozenParameters(),
+            EvalModes(),
+            UntrackedStatistics(),
             self.hyperparameters,
+            EarlyStop(),
             self.objects,
             self.open_window,
             self.chain,
             self.bits_in_memory,
-            further,
-        )
+            *further,
+            # The generators come last: to give back another part may draw a random number.
+            RandomGenerators(),
+        ]
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """Note what this start has made, before a checkpoint's states come."""

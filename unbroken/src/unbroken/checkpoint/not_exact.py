@@ -27,7 +27,7 @@ def what_is_not_exact(trainer: Trainer, loading: ExactLoading) -> list[str]:
         name = type(callback).__name__
         if isinstance(callback, callbacks.StochasticWeightAveraging):
             # It acts at an epoch's start, which is not repeated.
-            loading.anywhere = False
+            loading.starts_inside_epochs = False
             notes.append(f"with {name} a run resumes from its last epoch's end.")
         for kind, reason in NOT_EXACT.items():
             if isinstance(callback, kind):
@@ -69,7 +69,7 @@ def what_loaders_side_by_side_lack(trainer: Trainer, loading: ExactLoading) -> l
     ends_with_the_first = lightning_internals.mode_of_training_loaders(trainer) == "min_size"
     if len(loading.training) == 1 or not loading.read_early or ends_with_the_first:
         return []
-    loading.anywhere = False
+    loading.starts_inside_epochs = False
     return [
         "training reads loaders side by side, and not all have a length: a resumed run goes on from"
         " the last epoch's end."

@@ -62,7 +62,7 @@ class Restoring:
     """Gives a resumed run its state.
 
     Args:
-        own: The folder of the run.
+        own_folder: The folder of the run.
         kept: The parts of a checkpoint.
         best: The best so far.
         loading: Where training starts in its loaders.
@@ -78,7 +78,7 @@ class Restoring:
 
     def __init__(
         self,
-        own: OwnFolder,
+        own_folder: OwnFolder,
         kept: KeptParts,
         best: Best,
         loading: ExactLoading,
@@ -88,7 +88,7 @@ class Restoring:
     ) -> None:
         self.loaded_step: int | None = None
         self.was_over = False
-        self._own = own
+        self._own_folder = own_folder
         self._kept = kept
         self._best = best
         self._loading = loading
@@ -125,7 +125,7 @@ class Restoring:
         lightning_internals.average_what_setup_has_made(trainer, is_loaded=True)
         mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
         saved = record_in(checkpoint)
-        notes = self._loading.notes
+        notes = self._loading.lines_to_say
         if saved.get("state") is None:
             self._loading.start = start_of_anothers(checkpoint)
             notes.append(
@@ -152,7 +152,7 @@ class Restoring:
         # its check, and what those hooks did then is in the checkpoint.
         self._sanity_steps = trainer.num_sanity_val_steps
         trainer.num_sanity_val_steps = 0
-        self._own.take_run_id(resume.run_id)
+        self._own_folder.take_run_id(resume.run_id)
         self._kept.chain.resumed_at = [*saved.get("resumed_at", []), self.loaded_step]
         self._loading.start = resume.start
         # Loaders are made before everything else is given back.
@@ -192,7 +192,7 @@ class Restoring:
         self._loading.seed = seed
         self._loading.seeds = [Seeds(*each) for each in resume.shared.get("seeds", [])]
         if is_another:
-            self._loading.notes.append(
+            self._loading.lines_to_say.append(
                 f"the order of samples stays that of the checkpoint's seed, {seed}: this start has"
                 " another one."
             )
@@ -202,7 +202,7 @@ class Restoring:
         now = torch.get_num_threads()
         if before in (None, now) or trainer.strategy.root_device.type != "cpu":
             return
-        self._loading.notes.append(
+        self._loading.lines_to_say.append(
             f"{now} CPU threads compute, and this run had {before}: they round sums differently,"
             f" so the resume is not exact. OMP_NUM_THREADS={before} makes it exact."
         )
@@ -277,8 +277,8 @@ class Restoring:
             self._compare_bits(trainer, resume)
         elif trainer.global_step == 0:
             self._start_anew()
-        self._loading.notes += what_loaders_side_by_side_lack(trainer, self._loading)
-        say(*dict.fromkeys(self._loading.notes))
+        self._loading.lines_to_say += what_loaders_side_by_side_lack(trainer, self._loading)
+        say(*dict.fromkeys(self._loading.lines_to_say))
 
     def _compare_bits(self, trainer: Trainer, resume: Resume) -> None:
         """Say so where weights or optimizers in memory are not what they were at the save.
@@ -291,7 +291,7 @@ class Restoring:
             return
         of_ranks = of_all_ranks(bits.differences(trainer, saved))
         for name in dict.fromkeys(name for names in of_ranks for name in names):
-            self._loading.notes.append(
+            self._loading.lines_to_say.append(
                 f"{NAMES_OF_BITS[name]} in memory: not what was saved. A bit has flipped, or code"
                 " of yours has changed it while it was loaded. The resume is not exact."
             )
@@ -299,20 +299,20 @@ class Restoring:
     def _start_anew(self) -> None:
         # The best of a training before, with the same callback, says nothing of this one.
         self._best.forget()
-        earlier = self._own.earlier_training()
+        earlier = self._own_folder.earlier_training()
         if earlier is not None:
-            self._loading.notes.append(earlier)
+            self._loading.lines_to_say.append(earlier)
         for part in self._kept.all:
             part.start_anew()
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> None:
         """Look for the best anew, where ``best.ckpt`` is not what the state says."""
-        if not self._own.saves:
+        if not self._own_folder.saves:
             return
         reason = None
         if self._best.score is not None and trainer.is_global_zero:
-            files = self._own.files
-            checkpoint, reason = files.usable_best(self._own.run_id)
+            files = self._own_folder.files
+            checkpoint, reason = files.usable_best(self._own_folder.run_id)
             if reason is None and not self._is_this_best(checkpoint):
                 # A new one was saved before a kill.
                 reason = f"{files.best} is ahead of the checkpoint:"
@@ -391,9 +391,9 @@ class Restoring:
             kept = self._kept.all
             left = [each for each in kept if each.is_a_file or each.is_left_at_the_end]
             self._resume.give_back(trainer, left)
-        if self._own.saves and trainer.is_global_zero:
+        if self._own_folder.saves and trainer.is_global_zero:
             # The run may have been resumed from best.ckpt after its end.
-            self._own.files.replace_damaged_last()
+            self._own_folder.files.replace_damaged_last()
 
     def put_back(self, trainer: Trainer) -> None:
         """Give the Trainer its own number again."""

@@ -130,7 +130,7 @@ class Resume:
         now = f"{ranks_now} device(s) and global batch {size_now}"
         before = f"{ranks_before} and {size_before}"
         change = f"resumed with {now} instead of {before}"
-        loading.notes.append(f"{change}: it goes on from the right sample, not exactly.")
+        loading.lines_to_say.append(f"{change}: it goes on from the right sample, not exactly.")
 
 
 def has_more_steps(trainer: Trainer, checkpoint: dict[str, Any]) -> bool:

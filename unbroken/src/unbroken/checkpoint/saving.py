@@ -63,7 +63,7 @@ class Saving:
     """Saves a training.
 
     Args:
-        own: The folder of the run.
+        own_folder: The folder of the run.
         interval: How often it is saved.
         kept: The parts of a checkpoint.
         following: Tells of a new best.
@@ -79,7 +79,7 @@ class Saving:
 
     def __init__(
         self,
-        own: OwnFolder,
+        own_folder: OwnFolder,
         interval: Interval,
         kept: KeptParts,
         following: Following,
@@ -89,7 +89,7 @@ class Saving:
         chosen: Chosen,
     ) -> None:
         self.saved_step: int | None = None
-        self._own = own
+        self._own_folder = own_folder
         self._interval = interval
         self._kept = kept
         self._following = following
@@ -126,7 +126,7 @@ class Saving:
         """Whether a save that is due waits for the one before, and training for neither. Every rank
         calls it.
         """
-        busy = of_all_ranks(self._own.files.is_busy, self._ending.group)
+        busy = of_all_ranks(self._own_folder.files.is_busy, self._ending.group)
         if any(busy):
             self._interval.tell_of_waiting()
         return any(busy)
@@ -141,7 +141,7 @@ class Saving:
 
     def _overdue(self, trainer: Trainer) -> int:
         """SAVE_DUE on rank zero when the seconds between two saves are over."""
-        files = self._own.files
+        files = self._own_folder.files
         # A save that is still on its way to the disk has the memory that the next one needs.
         if not trainer.is_global_zero or files.is_busy:
             return 0
@@ -167,7 +167,7 @@ class Saving:
         """Whether the save before is not written yet, or so recent that another one would cost too
         much. Every rank calls it.
         """
-        files = self._own.files
+        files = self._own_folder.files
         passed = time.monotonic() - self._last_save
         mine = files.is_busy or self._interval.is_too_soon(passed, files.costs)
         return any(of_all_ranks(mine, self._ending.group))
@@ -187,7 +187,7 @@ class Saving:
         """
         stops = self._ending.is_asked_for
         self._due_at = trainer.global_step
-        if snapshot is not None and self._own.saves:
+        if snapshot is not None and self._own_folder.saves:
             wish = Wish(snapshot, self._following.is_new, self._can_go_on(trainer, snapshot))
             # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new
             # best.
@@ -216,12 +216,12 @@ class Saving:
         """Whether a run that is resumed with this snapshot can start there."""
         if snapshot.place == "epoch":
             return not is_before_epoch_for_batch_norms(trainer)
-        return self._loading.anywhere
+        return self._loading.starts_inside_epochs
 
     def _save(self, trainer: Trainer, wish: Wish) -> None:
         """Write the files. Where a resumed run cannot go on, a new best is saved alone."""
         step = trainer.global_step if wish.can_go_on else None
-        self._own.files.write(
+        self._own_folder.files.write(
             trainer,
             is_best=wish.is_best,
             is_last=wish.can_go_on,
@@ -254,7 +254,7 @@ class Saving:
                 state["inside_epoch"] = inside
         record = self.add_choices(checkpoint)
         record["state"] = state
-        record["run_id"] = self._own.run_id
+        record["run_id"] = self._own_folder.run_id
         record["resumed_at"] = self._kept.chain.resumed_at
         record["can_go_on"] = wish.can_go_on
         record.setdefault("versions", {})[other_version.NAME] = __version__
@@ -272,13 +272,13 @@ class Saving:
         """The files of a save are on the disk. ``step``: that of last.ckpt, if it was written."""
         if step is not None:
             self.saved_step = step
-        if self._own.mirror is not None:
+        if self._own_folder.mirror is not None:
             # The mirror tells the step of last.ckpt.
-            self._own.mirror.take(step)
+            self._own_folder.mirror.take(step)
 
     def _tell_of_a_slow_end(self) -> None:
         """Say so where the run cannot end in the time that a stop takes, because of the disk."""
-        files = self._own.files
+        files = self._own_folder.files
         seconds = files.seconds_to_save()
         if seconds > STOP_S:
             gib = files.costs.bytes / 2**30
@@ -302,7 +302,7 @@ class Saving:
 
     def _trouble_of_any_rank(self) -> str | None:
         """Why the newest save is not on the disk; None where it is. Every rank calls it."""
-        files = self._own.files
+        files = self._own_folder.files
         try:
             files.wait()
             mine = files.trouble
@@ -314,7 +314,7 @@ class Saving:
 
     def facts(self) -> dict[str, float]:
         """What the saves of this start have cost, by the names of the summary."""
-        costs = self._own.files.costs
+        costs = self._own_folder.files.costs
         seconds = max(time.monotonic() - self._began, costs.wait_seconds)
         if not costs.bytes or seconds <= 0:
             return {}
