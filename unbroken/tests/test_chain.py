@@ -52,7 +52,7 @@ def test_equal_runs_have_equal_chains_also_after_a_kill_and_another_seed_has_oth
     train("killed", "--ckpt_path", "auto")
 
     equal = "all 4 windows are equal: batches, generators, weights and optimizer."
-    place = "window 1 (epoch 0, after step 0 to 100): batches, generators, weights, optimizer."
+    place = "window 1 (epoch 1, after step 0 to 100): batches, generators, weights, optimizer."
     assert compared(capsys, "one", "other", "killed", "seed") == [
         f"one and other: {equal}",
         f"one and killed: {equal}",

@@ -32,11 +32,17 @@ from unbroken.checkpoint.hooks import Hooks
 from unbroken.errors import UserError
 from unbroken.seams import HOOKS_OF_BATCHES
 
-from tests.commands import checkpoint, differences, kill_group, start, wait_for
+from tests.commands import (
+    checkpoint,
+    differences,
+    differences_in_training,
+    kill_group,
+    start,
+    wait_for,
+)
 from tests.plain_module import Regression, rows
 
 SCRIPT = [sys.executable, "-m", "tests.plain_script"]
-SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops")
 
 
 def assert_same_end(one: Path, other: Path) -> None:
@@ -46,8 +52,7 @@ def assert_same_end(one: Path, other: Path) -> None:
     for name in ("last.ckpt", "best.ckpt"):
         a = checkpoint(one / name)
         b = checkpoint(other / name)
-        for key in SAME:
-            assert differences(a[key], b[key], f"{name}:{key}") == []
+        assert differences_in_training(a, b, name) == []
         assert differences(a["run"]["state"], b["run"]["state"], f"{name}:state") == []
 
 

@@ -28,6 +28,7 @@ from tests.commands import (
     checkpoint,
     complete,
     differences,
+    differences_in_training,
     rows,
     run,
     summary,
@@ -225,15 +226,7 @@ def differing(one: Path, other: Path) -> list[str]:
     found = []
     for name in ("last.ckpt", "best.ckpt"):
         a, b = checkpoint(one / name), checkpoint(other / name)
-        for key in (
-            "state_dict",
-            "optimizer_states",
-            "lr_schedulers",
-            "loops",
-            "global_step",
-            "epoch",
-        ):
-            found += differences(a[key], b[key], f"{name}:{key}")
+        found += differences_in_training(a, b, name)
         measured_apart = [without_measured(each["run"]["state"]) for each in (a, b)]
         found += differences(*measured_apart, f"{name}:state")
         found += differences(

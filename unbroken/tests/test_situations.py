@@ -15,7 +15,15 @@ import pytest
 import torch
 
 import tests.situations
-from tests.commands import checkpoint, differences, exit_code, kill_group, start, start_ranks
+from tests.commands import (
+    checkpoint,
+    differences,
+    differences_in_training,
+    exit_code,
+    kill_group,
+    start,
+    start_ranks,
+)
 from tests.situations.situation import SITUATIONS, Situation
 
 for module in pkgutil.iter_modules(tests.situations.__path__):
@@ -31,7 +39,6 @@ QUICK = (
     "queue_that_is_not_persistent",
     "module_counts_in_a_buffer_at_on_validation_epoch_end",
 )
-SAME = ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step", "loops")
 KILLED = -signal.SIGKILL
 STOPPED = 143
 
@@ -91,8 +98,7 @@ def found_differences(one: Path, other: Path, situation: Situation) -> list[str]
     for name in ("last.ckpt", "best.ckpt"):
         a = checkpoint(one / name)
         b = checkpoint(other / name)
-        for key in SAME:
-            found += differences(a[key], b[key], f"{name}:{key}")
+        found += differences_in_training(a, b, name)
         found += differences(a["callbacks"], b["callbacks"], f"{name}:callbacks")
         for state in (a["run"]["state"], b["run"]["state"]):
             # A hash of all the rest, and of the order in which values were logged.

@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.commands import SAME, checkpoint, command, differences, rows, start
+from tests.commands import checkpoint, command, differences_in_training, rows, start
 
 FLAGS = ["--max_epochs", "3", "--log_every_n_steps", "2", "--seed_everything", "5"]
 FLAGS += ["--monitors", "none"]
@@ -121,10 +121,7 @@ def found_differences(one: Path, other: Path) -> list[str]:
     """Where the checkpoints and the rows of metrics of two runs differ."""
     found = []
     for name in ("last.ckpt", "best.ckpt"):
-        ours = checkpoint(one / name)
-        theirs = checkpoint(other / name)
-        for key in SAME:
-            found += differences(ours[key], theirs[key], f"{name}:{key}")
+        found += differences_in_training(checkpoint(one / name), checkpoint(other / name), name)
     pairs = zip(rows(one), rows(other), strict=False)
     found += [f"{ours} != {theirs}" for ours, theirs in pairs if ours != theirs][:1]
     if len(rows(one)) != len(rows(other)):

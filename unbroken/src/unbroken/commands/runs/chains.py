@@ -46,7 +46,9 @@ def compared(run: SavedRun, other: SavedRun) -> str:
         return f"{names}: their training is not compared, because {lacks.name} has no {DIGESTS}."
     step_before = "0"
     for number, (mine, its) in enumerate(zip(windows, windows_of_other, strict=False), start=1):
-        place = f"window {number} (epoch {mine['epoch']}, after step {step_before}"
+        # Files count epochs from 0, and what is printed counts from 1.
+        epoch = int(mine["epoch"]) + 1 if mine["epoch"].isdecimal() else mine["epoch"]
+        place = f"window {number} (epoch {epoch}, after step {step_before}"
         if any(mine[name] != its[name] for name in MOMENT):
             ends = f"to step {mine['step']} in one and to step {its['step']} in the other"
             return f"{names}: {number - 1} windows are equal, then {place}) goes {ends}."
