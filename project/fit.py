@@ -36,11 +36,11 @@ from project.moved import MOVED
 
 def callbacks(run: Run) -> list[Callback | None]:
     """What takes part in a run, in this order. To leave something out, delete its line: all but the
-    two that every run needs.
+    three that every run needs.
     """
     return [
         RunTimer(),  # needed: times the run, and knows whether it has begun
-        run.record,  # writes config.yaml, and names the run in each checkpoint
+        run.record,  # needed: writes config.yaml, and names the run in each checkpoint
         # those of the three that --monitors names
         *run.monitors(OptimizerMonitor(), ThroughputMonitor(), MemoryMonitor()),
         MemorySnapshot(run.options.memory_snapshot),  # off without --memory_snapshot

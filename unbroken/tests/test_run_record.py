@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,16 @@ import pytest
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from numerals.fit import callbacks
 from numerals.fit import job as fit
-from unbroken.run import run_record
+from unbroken import ExactCheckpoint
+from unbroken.monitors import LogLastStep, MemorySnapshot, SlowPrecision, TestPredictions
+from unbroken.monitors.monitor import Monitor
+from unbroken.report import Report
+from unbroken.run import RunTimer, WrongNumbers, run_record
 from unbroken.run.run_record import RunRecord
 
-from tests.commands import checkpoint
+from tests.commands import checkpoint, run
 from tests.typed_settings import Numbers, Typed
 
 # A folder that is there already, and a callback's state without the callback
@@ -147,3 +153,46 @@ def test_a_folder_that_is_deleted_before_rows_are_saved_ends_no_run(
     folder = Path("checkpoints/r")
     names = {path.name for path in folder.iterdir()}
     assert {"config.yaml", "run-id.txt", "last.ckpt", "metrics.csv", "summary.json"} <= names
+
+
+def without(kind: type[Any]) -> Any:
+    """The main job, with a list of callbacks that lacks those of a class."""
+
+    def listed(run: Any) -> list[Any]:
+        return [each for each in callbacks(run) if not isinstance(each, kind)]
+
+    return dataclasses.replace(fit, callbacks=listed)
+
+
+SHORT = [
+    "--data.source",
+    "sample",
+    "--max_epochs",
+    "1",
+    "--limit_train_batches",
+    "2",
+    "--limit_val_batches",
+    "1",
+]
+
+
+@pytest.mark.parametrize("needed", [RunTimer, RunRecord, ExactCheckpoint])
+def test_a_list_of_callbacks_without_one_that_every_run_needs_is_refused(
+    needed: type[Any], workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert without(needed).main([*SHORT, "--run_name", "short"]) == 2
+    said = f"the callbacks of fit.py lack {needed.__name__}, which every run needs."
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "needless",
+    [Monitor, MemorySnapshot, TestPredictions, Report, SlowPrecision, WrongNumbers, LogLastStep],
+)
+def test_any_other_callback_may_be_left_out(needless: type[Any], workplace: Path) -> None:
+    assert without(needless).main([*SHORT, "--run_name", "short"]) == 0
+    tested = run("test", "--ckpt_path", "checkpoints/short/best.ckpt")
+    assert tested.returncode == 0, tested.stderr
+    resumed = [*SHORT, "--max_epochs", "2", "--run_name", "short", "--ckpt_path", "auto"]
+    assert without(needless).main(resumed) == 0

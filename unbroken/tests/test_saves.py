@@ -23,7 +23,7 @@ from unbroken.errors import NotSaved
 from unbroken.storage import checkpoint_files, files, run_files
 from unbroken.storage.files import NotWritten, copy_atomically
 from unbroken.storage.run_files import Costs
-from unbroken.storage.staging import Staging, bytes_in, place_of, places_made_for
+from unbroken.storage.staging import Staging, bytes_in, memory_made_for, place_of
 from unbroken.storage.writer import Writer
 
 from tests.commands import checkpoint
@@ -324,13 +324,13 @@ def test_what_fsdp_has_gathered_for_a_checkpoint_is_not_copied_and_all_else_is()
         "optimizer_states": [{"state": {0: moments}}],
         "callbacks": {"average": torch.ones(2)},
     }
-    private = places_made_for(checkpoint, trainer)
+    private = memory_made_for(checkpoint, trainer)
     assert private == {place_of(gathered), place_of(moments["exp_avg"])}
     copied = Staging().copy(checkpoint, private)
     assert copied["state_dict"]["weight"].data_ptr() == gathered.data_ptr()
     assert copied["state_dict"]["running_mean"].data_ptr() != module.running_mean.data_ptr()  # type: ignore[union-attr]
     trainer.strategy = SingleDeviceStrategy()
-    assert places_made_for(checkpoint, trainer) == set()
+    assert memory_made_for(checkpoint, trainer) == set()
 
 
 def test_the_bytes_of_a_state_are_counted_at_any_depth() -> None:

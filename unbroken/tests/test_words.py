@@ -85,7 +85,7 @@ def test_a_rank_that_no_launcher_has_given_is_said_and_ignored(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(name, "1")
-    ranks.forget_a_place_of_nobody()
+    ranks.ignore_rank_without_launcher()
     assert name not in os.environ
     told = capsys.readouterr().out
     assert (
@@ -96,7 +96,7 @@ def test_a_rank_that_no_launcher_has_given_is_said_and_ignored(
 def test_a_rank_of_a_launcher_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    ranks.forget_a_place_of_nobody()
+    ranks.ignore_rank_without_launcher()
     assert os.environ["RANK"] == "1"
 
 

@@ -370,12 +370,12 @@ def go_on_with_next_batch(trainer: Trainer, was_validated: bool) -> None:
     off that Lightning's second end would count; see ``clean_counters`` in parts/loops.py.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    further = loop.on_run_start
+    original = loop.on_run_start
 
     def start(data_fetcher: Any) -> None:
         # The class's method shows again as soon as the instance has none of that name.
         del loop.on_run_start
-        further(data_fetcher)
+        original(data_fetcher)
         if was_validated:
             loop._batches_that_stepped += 1
         loop._restarting = False
@@ -393,19 +393,20 @@ def before_resumed_epoch(trainer: Trainer, act: Callable[[], None]) -> None:
     Public way missing: nothing is called between the hooks and the first batch.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    further = loop.on_run_start
+    original = loop.on_run_start
     is_replaced = "on_run_start" in vars(loop)
 
     def start(data_fetcher: Any) -> None:
         if not is_replaced:
-            # The class's method shows again. Else that which it calls takes itself away.
+            # The class's method shows again. Where go_on_with_next_batch has put its own method
+            # there, that one deletes itself when it is called.
             del loop.on_run_start
         length = sized_len(data_fetcher.combined_loader)
         # The first epoch of a run has the lengths of before its hooks, also where it is resumed.
         if trainer.current_epoch > 0 and None not in (data_fetcher.length, length):
             data_fetcher.length = length
         act()
-        further(data_fetcher)
+        original(data_fetcher)
 
     loop.on_run_start = start
 
@@ -418,13 +419,13 @@ def stop_after_validation(trainer: Trainer) -> None:
     epoch is done and the one whether a validation is due.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    further = loop.advance
+    original = loop.advance
 
     def advance(data_fetcher: Any) -> None:
         # The class's method shows again as soon as the instance has none of that name.
         del loop.advance
         trainer.should_stop = True
-        further(data_fetcher)
+        original(data_fetcher)
 
     loop.advance = advance
 

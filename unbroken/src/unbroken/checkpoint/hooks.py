@@ -32,8 +32,8 @@ class Hooks(Callback):
     | on_sanity_check_start, on_sanity_check_end | what this check changes is noted | kept |
     | on_train_start | changed hyperparameters win; the user's hooks come after this | restoring |
     | (seam) after on_train_start | RESTORE: on_train_epoch_start again, every part | restoring |
-    | (seam) before each batch, on_train_batch_start | SAVE if one is due; the stop | saving |
     | (seam) before an epoch's first batch | what its start has set is noted | kept |
+    | (seam) before each batch, on_train_batch_start | SAVE if one is due; the stop | saving |
     | on_save_checkpoint | every part is put into the checkpoint that is saved | saving |
     | on_train_batch_end | the batch may be digested, a window may end | windows |
     | on_train_batch_end | the ranks agree to save or stop before the next batch | saving |
@@ -110,7 +110,8 @@ class Hooks(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        # A training_step that reads its batches itself (dataloader_iter) passes no seam.
+        # A training_step that reads its batches itself (dataloader_iter) passes no seam. In any
+        # other step this is the second call, and nothing is due any more.
         self._before_batch(trainer)
 
     def _before_batch(self, trainer: Trainer) -> None:

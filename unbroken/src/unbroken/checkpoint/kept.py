@@ -14,7 +14,7 @@ from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import BatchSizes, LoaderPositions
-from unbroken.parts.loops import EarlyStop, Place, ValidatedBatches, WasValidated
+from unbroken.parts.loops import EarlyStop, SavePoint, ValidatedBatches, WasValidated
 from unbroken.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
 from unbroken.parts.module import (
     EvalModes,
@@ -93,7 +93,7 @@ class KeptParts:
             if isinstance(part, Switches):
                 part.begin(trainer)
 
-    def take(self, trainer: Trainer, place: Place) -> Snapshot:
+    def take(self, trainer: Trainer, place: SavePoint) -> Snapshot:
         """Every part, as it is now."""
         self._tell_loaders(trainer, place)
         snapshot = Snapshot(place)
@@ -133,7 +133,7 @@ class KeptParts:
             **snapshot.shared,
         }
 
-    def _tell_loaders(self, trainer: Trainer, place: Place) -> None:
+    def _tell_loaders(self, trainer: Trainer, place: SavePoint) -> None:
         """Tell the loaders whether this epoch's training is done: their next batch is then of the
         next epoch.
         """

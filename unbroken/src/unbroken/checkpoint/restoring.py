@@ -9,6 +9,10 @@ In the order in which it happens:
 3. All these hooks are done: :meth:`Restoring.restore` undoes what they have changed, and gives
    every part back.
 4. After the first batch nothing is left to give back (:meth:`Restoring.batch_ends`).
+
+Where a run was stopped in the validation behind its last step, ``max_steps`` is reached, and
+Lightning would enter no epoch. So ``max_steps`` is one step more until that validation is over
+(``Resume.steps_more``). A run that turns out to want no validation ends the epoch before a batch.
 """
 
 from __future__ import annotations
@@ -54,7 +58,7 @@ from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.storage.checkpoint_files import CHOSEN, buffers_left_out, record_in
 from unbroken.storage.run_files import can_start_from
 
-# What the bits in memory are compared of, as a line calls it
+# Whose bits in memory are compared with the saved ones, as a line calls them
 NAMES_OF_BITS = {"weights": "the weights", "optimizer": "the state of the optimizer"}
 
 
@@ -68,7 +72,6 @@ class Restoring:
         loading: Where training starts in its loaders.
         seed: That of this start, if the user has given one.
         changed: Whether the user has changed settings since the checkpoint.
-
         best_key: Under which name a checkpoint holds the state of the best.
 
     Attributes:
@@ -95,8 +98,8 @@ class Restoring:
         self._seed = seed
         self._changed = changed
         self._best_key = best_key
-        # Whether the checkpoint was read, or there is none.
-        self._has_loaded = False
+        # Whether it is settled what this run starts from: its checkpoint was read, or it has none.
+        self._start_is_settled = False
         # None: nothing is left to give back.
         self._resume: Resume | None = None
         self._before_hooks: list[Noted] = []
@@ -116,11 +119,11 @@ class Restoring:
         if trainer.state.fn != "fit":
             self._give_buffers(trainer, module, checkpoint)
             return
-        if self._has_loaded:
+        if self._start_is_settled:
             # A finder of Lightning's has trained a few steps, and puts back what was before.
             mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
             return
-        self._has_loaded = True
+        self._start_is_settled = True
         self.loaded_step = checkpoint["global_step"]
         lightning_internals.average_what_setup_has_made(trainer, is_loaded=True)
         mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
@@ -214,7 +217,7 @@ class Restoring:
         and the callbacks.
         """
         if trainer.ckpt_path is None:
-            self._has_loaded = True
+            self._start_is_settled = True
             lightning_internals.average_what_setup_has_made(trainer, is_loaded=False)
         if self._resume is None:
             return
@@ -228,8 +231,9 @@ class Restoring:
         """
         if self._resume is None:
             return
-        before = self._resume.shared.get("start")
-        apply_changes(trainer, self._kept.hyperparameters.now, before, self._changed)
+        hyperparameters = self._kept.hyperparameters
+        before = self._resume.shared.get(hyperparameters.name)
+        apply_changes(trainer, hyperparameters.now, before, self._changed)
         if not uses_hooks(trainer):
             return
         if trainer.strategy.restore_checkpoint_after_setup:
@@ -269,11 +273,11 @@ class Restoring:
             give_back_all(self._before_hooks, trainer)
             self._before_hooks = []
             resume.recount_batches(trainer, self._loading)
-            resume.give_back(trainer, [part for part in kept.all if not part.is_a_file])
+            resume.give_back(trainer, [part for part in kept.all if not part.has_a_file])
             self._batches_validated_before = dict(lightning_internals.validated_batches(trainer))
             # Files are changed last: what cannot be restored is refused before.
             self._set_aside_unusable_best(trainer)
-            resume.give_back(trainer, [part for part in kept.all if part.is_a_file])
+            resume.give_back(trainer, [part for part in kept.all if part.has_a_file])
             self._compare_bits(trainer, resume)
         elif trainer.global_step == 0:
             self._start_anew()
@@ -388,8 +392,9 @@ class Restoring:
             trainer.fit_loop.on_run_start()
             trainer.fit_loop.on_run_end()
         else:
-            kept = self._kept.all
-            left = [each for each in kept if each.is_a_file or each.is_left_at_the_end]
+            left = [
+                part for part in self._kept.all if part.has_a_file or part.is_read_after_training
+            ]
             self._resume.give_back(trainer, left)
         if self._own_folder.saves and trainer.is_global_zero:
             # The run may have been resumed from best.ckpt after its end.

@@ -15,7 +15,7 @@ from unbroken import lightning_internals
 from unbroken.checkpoint.cut_epoch import go_inside
 from unbroken.loading import ExactLoading, Start
 from unbroken.parts.loaders import BatchSizes
-from unbroken.parts.loops import Place
+from unbroken.parts.loops import SavePoint
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.storage.checkpoint_files import RUN_KEY
@@ -28,7 +28,7 @@ START_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
 class Resume:
     """The state of a checkpoint, as far as Lightning does not restore it."""
 
-    place: Place
+    place: SavePoint
     # The kept parts of every rank, by name, and those that are of all ranks.
     ranks: list[dict[str, Any]]
     shared: dict[str, Any]
@@ -138,7 +138,7 @@ def has_more_steps(trainer: Trainer, checkpoint: dict[str, Any]) -> bool:
     return trainer.max_steps == -1 or checkpoint["global_step"] < trainer.max_steps
 
 
-def epoch_of(checkpoint: dict[str, Any], place: Place) -> int:
+def epoch_of(checkpoint: dict[str, Any], place: SavePoint) -> int:
     """The epoch that a checkpoint goes on with.
 
     Lightning's own number is that at the save, after the last epoch.

@@ -123,8 +123,8 @@ class Saving:
             self._ending.request = max(self._ending.request, SAVE_DUE)
 
     def _waits_for_disk(self) -> bool:
-        """Whether a save that is due waits for the one before, and training for neither. Every rank
-        calls it.
+        """Whether the disk still writes the save before. Then this one is put off, and training
+        goes on. Every rank calls it.
         """
         busy = of_all_ranks(self._own_folder.files.is_busy, self._ending.group)
         if any(busy):
@@ -151,9 +151,7 @@ class Saving:
     # The moments for a save
 
     def before_batch(self, trainer: Trainer) -> None:
-        """Save and stop, if that is due. Of the next step nothing is done but that its batch was
-        fetched.
-        """
+        """Save and stop, if that is due. The next batch is fetched, and no hook has seen it."""
         if self._ending.request or self._following.is_new:
             self.save_and_stop(trainer, self._kept.take(trainer, "batch"))
 

@@ -12,7 +12,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch.nn.parameter import is_lazy
 from unbroken.checkpoint.noted import OwnEntries, extra_states
-from unbroken.parts.loops import Place
+from unbroken.parts.loops import SavePoint
 from unbroken.parts.part import Part
 from unbroken.storage.checkpoint_files import plain_entries
 from unbroken.tensors.same_values import deep_copy
@@ -22,7 +22,7 @@ from unbroken.tensors.same_values import deep_copy
 class Snapshot:
     """The state at one place in the loops. A save writes it, at once or a little later."""
 
-    place: Place
+    place: SavePoint
     # By name of the part: this rank's own, and those of which rank zero's counts.
     mine: dict[str, Any] = field(default_factory=dict)
     shared: dict[str, Any] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from unbroken.errors import NotSaved, UserError, without_control_characters
 from unbroken.machine import threads
 from unbroken.machine.waiting import waiting
 from unbroken.stopping import signals
-from unbroken.stopping.ranks import forget_a_place_of_nobody
+from unbroken.stopping.ranks import ignore_rank_without_launcher
 
 # What the user can repair, and how. First: no space, no quota, no permission, read-only.
 FULL_OR_CLOSED = [errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS]
@@ -105,7 +105,7 @@ def prepare_process(name: str) -> None:
     # Pictures go to files. The backend of a notebook is not installed in every environment.
     os.environ.pop("MPLBACKEND", None)
     _check_numbers_of_the_launcher()
-    forget_a_place_of_nobody()
+    ignore_rank_without_launcher()
     threads.configure()
     waiting.start()
 

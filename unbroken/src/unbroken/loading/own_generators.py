@@ -1,8 +1,8 @@
 """Random generators that the user's own objects hold: how they are found, saved and seeded.
 
 A dataset or a module may keep a generator of Python, NumPy or torch in an attribute, instead of
-drawing from the global ones. It may also keep one of these: whoever seeds what is found here must
-seed the global ones afterwards, or isolate them.
+drawing from the global ones. It may also keep a global one in an attribute: whoever seeds what is
+found here must seed the global ones afterwards, or isolate them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The files of a run as they are right after a save, held while the run goes on."""
+"""The files of a run as they are right after a save, opened while the run goes on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unbroken.mirror.manifest import MIRRORED
 
 
 @dataclass
-class Held:
+class OpenFile:
     """A file whose first ``size`` bytes stay what they are."""
 
     file: IO[bytes]
@@ -31,7 +31,7 @@ class Save:
     """
 
     step: int
-    files: dict[str, Held] = field(default_factory=dict)
+    files: dict[str, OpenFile] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path, step: int) -> Save:
@@ -42,13 +42,13 @@ class Save:
             # Nothing else is opened: a link may lead anywhere, and a pipe waits for ever.
             if path.is_file() and not path.is_symlink():
                 file = hold(path)
-                save.files[name] = Held(file, os.fstat(file.fileno()).st_size)
+                save.files[name] = OpenFile(file, os.fstat(file.fileno()).st_size)
         return save
 
     def close(self) -> None:
         """Let go of the files."""
-        for held in self.files.values():
-            held.file.close()
+        for opened in self.files.values():
+            opened.file.close()
 
 
 def hold(path: Path) -> IO[bytes]:

@@ -116,7 +116,7 @@ class Chain(Part):
     name = "chain"
     of_each_rank = False
     changes_in_validation = False
-    is_left_at_the_end = True
+    is_read_after_training = True
 
     def __init__(self) -> None:
         self.links: list[Link] = []

@@ -18,7 +18,7 @@ class RandomGenerators(Part):
     """
 
     name = "random"
-    is_left_at_the_end = True
+    is_read_after_training = True
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
         device = trainer.strategy.root_device

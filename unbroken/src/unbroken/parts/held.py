@@ -109,7 +109,7 @@ class Told(NamedTuple):
     advice: str = ""
 
 
-class NotHeld(NamedTuple):
+class Unkept(NamedTuple):
     """A value that no checkpoint holds.
 
     Attributes:
@@ -135,7 +135,7 @@ class Held:
         modules: Modules, and parameters that stand alone, that are no part of the trained module.
         declared: Objects with a state of their own.
         generators: Generators of random numbers.
-        nobodys: What nobody keeps, and whose change is told.
+        unkept: What nobody keeps, and whose change is told.
         layers: The trained module's parts, by name.
         other_names: Further names of a module or an object with a state, each with its first.
     """
@@ -145,7 +145,7 @@ class Held:
     modules: dict[str, Any] = dataclasses.field(default_factory=dict)
     declared: dict[str, Any] = dataclasses.field(default_factory=dict)
     generators: dict[str, Any] = dataclasses.field(default_factory=dict)
-    nobodys: dict[str, NotHeld] = dataclasses.field(default_factory=dict)
+    unkept: dict[str, Unkept] = dataclasses.field(default_factory=dict)
     layers: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     other_names: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -182,17 +182,17 @@ class Inside(NamedTuple):
     """What holds for the attributes of an object, and for what they hold.
 
     Attributes:
-        keeps: Whether plain attributes of the user's own objects are kept here.
-        tells: What is told of a change of what nobody keeps.
-        takes: Whether modules and declared states are kept here. Else they belong to somebody who
-            declares a state for all that he holds.
-        attribute: See :class:`NotHeld`. Empty: each attribute stands for itself.
-        package: See :class:`NotHeld`.
+        keeps_attributes: Whether plain attributes of the user's own objects are kept here.
+        told: What is told of a change of what nobody keeps.
+        keeps_states: Whether modules and declared states are kept here. Else they belong to
+            somebody who declares a state for all that he holds.
+        attribute: See :class:`Unkept`. Empty: each attribute stands for itself.
+        package: See :class:`Unkept`.
     """
 
-    keeps: bool = True
-    tells: Told = OF_MODULES
-    takes: bool = True
+    keeps_attributes: bool = True
+    told: Told = OF_MODULES
+    keeps_states: bool = True
     attribute: str = ""
     package: str = ""
 
@@ -268,14 +268,14 @@ class _Look:
             of_class[kind] += 1
             # A callback keeps what its state_dict says, as Lightning has it.
             is_silent = saves_itself(callback) or package_of(callback) == "unbroken"
-            inside = Inside(keeps=False, tells=NOTHING if is_silent else OF_CALLBACKS)
+            inside = Inside(keeps_attributes=False, told=NOTHING if is_silent else OF_CALLBACKS)
             places += self._attributes(name, callback, inside, 0)
         self._walk(places)
 
     def data_sets(self) -> None:
         """Those that nobody holds but a loader."""
         trainer = self.trainer
-        inside = Inside(keeps=False, tells=OF_DATA, takes=False)
+        inside = Inside(keeps_attributes=False, told=OF_DATA, keeps_states=False)
         found = {
             "train_dataloader": trainer.train_dataloader,
             "val_dataloaders": trainer.val_dataloaders,
@@ -333,8 +333,8 @@ class _Look:
         self.held.owners[name] = owner
         not_kept = not_kept_of(owner)
         is_silent = only_singles or saves_itself(owner)
-        tells = NOTHING if is_silent else inside.tells
-        inside = Inside(inside.keeps, tells, inside.takes, "", package_of(owner))
+        tells = NOTHING if is_silent else inside.told
+        inside = Inside(inside.keeps_attributes, tells, inside.keeps_states, "", package_of(owner))
         is_of_data = name.startswith("data.")
         attributes = self.held.attributes
         places: list[Place] = []
@@ -380,9 +380,9 @@ class _Look:
         return [Place(name, value, depth + 1, inside)]
 
     def _tell(self, name: str, value: Any, inside: Inside) -> None:
-        if isinstance(value, inside.tells.kinds):
+        if isinstance(value, inside.told.kinds):
             attribute = inside.attribute or name
-            self.held.nobodys[name] = NotHeld(value, attribute, inside.package, inside.tells)
+            self.held.unkept[name] = Unkept(value, attribute, inside.package, inside.told)
 
     # The kinds of objects
 
@@ -400,12 +400,12 @@ class _Look:
 
     def _hidden_module(self, place: Place) -> list[Place]:
         name, value, depth, inside = place
-        if inside.takes:
+        if inside.keeps_states:
             self.held.modules[name] = value
         if not isinstance(value, nn.Module):
             return []
         places: list[Place] = []
-        within = inside._replace(keeps=False, tells=NOTHING)
+        within = inside._replace(keeps_attributes=False, told=NOTHING)
         for path, part in value.named_modules():
             if not type(part).__module__.startswith("torch.nn."):
                 places += self._attributes(f"{name}.{path}".rstrip("."), part, within, depth)
@@ -415,7 +415,7 @@ class _Look:
         """A data set, a sampler or a loader. Its samples are not looked through."""
         name, value, depth, inside = place
         is_read = id(value) in self.read
-        if inside.takes and not is_read and declares_state(value):
+        if inside.keeps_states and not is_read and declares_state(value):
             return self._declared(place)
         # Batches of any other are asked for by a key, and no state of it is kept.
         is_asked = isinstance(value, Dataset) and not is_stream(value) and not has_state(value)
@@ -425,8 +425,11 @@ class _Look:
             # Caches in it may fill. One that grows is no longer what the constructor makes.
             within = inside._replace(attribute=inside.attribute or name)
             self._tell(f"{name}.length", Length(length), within)
-        tells = OF_DATA if is_read and is_asked else NOTHING
-        within = inside._replace(keeps=False, tells=tells, takes=inside.takes and not is_read)
+        within = inside._replace(
+            keeps_attributes=False,
+            told=OF_DATA if is_read and is_asked else NOTHING,
+            keeps_states=inside.keeps_states and not is_read,
+        )
         return self._attributes(name, value, within, depth)
 
     def _declared(self, place: Place) -> list[Place]:
@@ -435,28 +438,28 @@ class _Look:
         if isinstance(value, Optimizer) and id(value.state) in self.optimizer_states:
             # A wrapper of it is the Trainer's.
             return []
-        if inside.takes:
+        if inside.keeps_states:
             self.held.declared[name] = value
         if isinstance(value, Optimizer):
             return self._optimizer(name, value, inside, depth)
         if isinstance(value, LRScheduler):
             return self._schedule(name, value, inside, depth)
-        within = inside._replace(keeps=False, tells=NOTHING, takes=False)
+        within = inside._replace(keeps_attributes=False, told=NOTHING, keeps_states=False)
         return self._attributes(name, value, within, depth)
 
     def _optimizer(self, name: str, optimizer: Any, inside: Inside, depth: int) -> list[Place]:
         """A state dict of torch's optimizers lacks what a subclass keeps in attributes."""
-        if inside.keeps and is_not_overridden(optimizer, Optimizer):
+        if inside.keeps_attributes and is_not_overridden(optimizer, Optimizer):
             return self._owner(name, optimizer, inside, depth)
-        within = inside._replace(keeps=False, tells=NOTHING, takes=False)
+        within = inside._replace(keeps_attributes=False, told=NOTHING, keeps_states=False)
         return self._attributes(name, optimizer, within, depth)
 
     def _schedule(self, name: str, schedule: Any, inside: Inside, depth: int) -> list[Place]:
         """The state dict that torch makes of a schedule has its attributes, but no state of objects
         in them.
         """
-        takes = inside.takes and is_not_overridden(schedule, LRScheduler)
-        within = inside._replace(keeps=False, tells=NOTHING, takes=takes)
+        takes = inside.keeps_states and is_not_overridden(schedule, LRScheduler)
+        within = inside._replace(keeps_attributes=False, told=NOTHING, keeps_states=takes)
         return self._attributes(name, schedule, within, depth)
 
     def _object(self, place: Place) -> list[Place]:
@@ -465,9 +468,9 @@ class _Look:
         """
         name, value, depth, inside = place
         if isinstance(value, Callback):
-            within = inside._replace(keeps=False, tells=NOTHING)
+            within = inside._replace(keeps_attributes=False, told=NOTHING)
             return self._attributes(name, value, within, depth)
-        if inside.keeps and is_object(value):
+        if inside.keeps_attributes and is_object(value):
             return self._owner(name, value, inside, depth)
         inside = inside._replace(attribute=inside.attribute or name)
         if not hasattr(value, "__dict__") and not walk.names_of_slots(type(value)):
@@ -479,8 +482,8 @@ class _Look:
 
 def _inside(value: Any, inside: Inside) -> Inside:
     """What holds inside an object: nothing is told where a change of the object is not."""
-    is_told = isinstance(value, inside.tells.kinds) or is_users_own(type(value))
-    return inside if is_told else inside._replace(tells=NOTHING)
+    is_told = isinstance(value, inside.told.kinds) or is_users_own(type(value))
+    return inside if is_told else inside._replace(told=NOTHING)
 
 
 class Identity(NamedTuple):

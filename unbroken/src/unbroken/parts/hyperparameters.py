@@ -19,7 +19,7 @@ class StartingHyperparameters(Part):
 
     A resumed run makes them anew and then loads the checkpoint's states over them. What differs
     between the start then and the start now is what the user has changed, and that wins over the
-    checkpoint (promise 7).
+    checkpoint.
     """
 
     name = "start"

@@ -8,7 +8,7 @@ from unbroken.parts.part import Part
 
 # Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last),
 # inside validation.
-Place = Literal["batch", "epoch", "validation"]
+SavePoint = Literal["batch", "epoch", "validation"]
 
 
 class ValidatedBatches(Part):
@@ -57,7 +57,7 @@ class EarlyStop(Part):
         """It is given back as the checkpoint is read, for the loops ask before training starts."""
 
 
-def clean_counters(fit: dict[str, Any], place: Place, validated: bool) -> None:
+def clean_counters(fit: dict[str, Any], place: SavePoint, validated: bool) -> None:
     """Rewrite the saved counters of the fit loop, in place, so that everything is done or not
     begun.
 

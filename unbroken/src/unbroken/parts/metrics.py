@@ -63,7 +63,7 @@ class MetricStates(Part):
     """
 
     name = "metrics"
-    is_left_at_the_end = True
+    is_read_after_training = True
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
         states: dict[str, Any] = {}
@@ -174,7 +174,7 @@ class CallbackMetrics(Part):
     """
 
     name = "callback_metrics"
-    is_left_at_the_end = True
+    is_read_after_training = True
     of_each_rank = False
 
     def take(self, trainer: Trainer) -> dict[str, Tensor]:

@@ -164,7 +164,7 @@ class PlainBuffers(Part):
     """
 
     name = "buffers"
-    is_left_at_the_end = True
+    is_read_after_training = True
 
     def __init__(self) -> None:
         self.fresh: dict[str, Tensor | None] = {}

@@ -30,20 +30,20 @@ class Part:
             of each rank is given back only where a run goes on with as many ranks as before.
         changes_in_validation: Whether a validation may change it. If not, a stop inside a
             validation takes it at the stop, and the start of a validation costs nothing.
-        is_a_file: Whether its state lies in a file beside the checkpoint, such as the rows of
+        has_a_file: Whether its state lies in a file beside the checkpoint, such as the rows of
             metrics.csv. Such parts are given back last, for what cannot be restored is refused
             before any file is changed. They are given back also where nothing is left to train.
         takes_copies: Whether :meth:`take` returns copies, which need not be copied again.
-        is_left_at_the_end: Whether it is given back also where nothing is left to train, since code
-            after the training reads it.
+        is_read_after_training: Whether code after the training reads it: it is then given back
+            also where nothing is left to train.
     """
 
     name: str
     of_each_rank = True
     changes_in_validation = True
-    is_a_file = False
+    has_a_file = False
     takes_copies = False
-    is_left_at_the_end = False
+    is_read_after_training = False
 
     def take(self, trainer: Trainer) -> Any:
         """The state as plain data: numbers, text, lists, dictionaries and tensors.

@@ -23,7 +23,7 @@ class MetricRows(Part):
 
     name = "metric_rows"
     of_each_rank = False
-    is_a_file = True
+    has_a_file = True
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows

@@ -31,7 +31,7 @@ class UsersObjects(Part):
     """
 
     name = "objects"
-    is_left_at_the_end = True
+    is_read_after_training = True
     takes_copies = True
 
     def __init__(self, undeclared: bool = True) -> None:

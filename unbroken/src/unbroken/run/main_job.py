@@ -33,6 +33,7 @@ from unbroken.results.run_result import (
 )
 from unbroken.run.final_test import final_test, lacks_for_test, reading_best
 from unbroken.run.progress import RunTimer, closing_lines, stopped_lines
+from unbroken.run.run_record import RunRecord
 from unbroken.run_folder import RunFolder
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import is_rank_zero, say
@@ -119,6 +120,8 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
     say which step last.ckpt holds.
     """
     timer = the(RunTimer, trainer)
+    # Without it no checkpoint names its run, and no command would open one.
+    the(RunRecord, trainer)
     checkpoint = the(ExactCheckpoint, trainer)
     is_tested = False
     judged = None if run.checkpoint is None else run.fingerprint

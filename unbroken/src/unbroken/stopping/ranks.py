@@ -50,7 +50,7 @@ def launched_world() -> tuple[int, int, int]:
     return 0, 1, 1
 
 
-def forget_a_place_of_nobody() -> None:
+def ignore_rank_without_launcher() -> None:
     """Take a rank out of the environment that no launcher has given to this process, and say so.
 
     Lightning would take this process for a further rank, and log nothing. Call it before Lightning
@@ -126,8 +126,8 @@ def of_rank_zero(value: Any) -> Any:
 
 
 def decided_by_rank_zero(name: str, decide: Callable[[], Any]) -> Any:
-    """``decide()`` of rank zero, known to every rank: JSON, whose paths may become text, or the
-    UserError raised.
+    """``decide()`` of rank zero, known to every rank. The value goes along as JSON, so a Path comes
+    as a text. A UserError of rank zero is raised on every rank.
 
     Ranks that torchrun or SLURM has started meet here, early. Lightning finds the process group and
     uses it. Its child ranks ask for what rank zero has decided under this ``name``.

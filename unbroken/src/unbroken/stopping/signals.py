@@ -5,6 +5,10 @@ Before training has begun there is nothing to save, and the process ends right a
 ends the ranks that it has started, since they would fail without it. A signal to one of them is
 passed on to rank zero.
 
+A second signal is ignored until the step is saved. After that a command with one rank lets it end
+the process at once (see ``unbroken/run/main_job.py``); with several ranks it stays ignored, since
+all of them must end together.
+
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """
 

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from unbroken.stopping.signals import Stopped
 
-# A request that is lower than every signal's number: no stop, but a checkpoint is due.
+# What a rank asks for is 0 (nothing), SAVE_DUE, or a signal's number (stop). The ranks take the
+# largest, so a stop counts more than a save that is due.
 SAVE_DUE = 1
 
 

@@ -24,10 +24,10 @@ from unbroken.storage.checkpoint_files import (
     record_in,
 )
 from unbroken.storage.files import NotWritten, copy_atomically
-from unbroken.storage.staging import Place, Staging, bytes_in, places_made_for
+from unbroken.storage.staging import MemoryRange, Staging, bytes_in, memory_made_for
 from unbroken.storage.writer import Writer
 
-# Bytes of a state. Below, to write it takes less than a thread and a copy are worth.
+# Bytes of a state. A smaller one is written before a copy and a thread would have begun.
 WRITTEN_AT_ONCE = 16 * 2**20
 
 
@@ -131,14 +131,15 @@ class RunFiles:
             copy=self.last if is_best and is_last else None,
             when_saved=when_saved,
         )
-        private: set[Place] = set()
+        private: set[MemoryRange] = set()
 
         def add_and_note(checkpoint: dict[str, Any]) -> dict[str, Any]:
-            private.update(places_made_for(checkpoint, trainer))
+            private.update(memory_made_for(checkpoint, trainer))
             return add_state(checkpoint)
 
         begin_to_write = partial(self._begin_to_write, job, private)
-        one_save = OneSave(writer, restored_by_lightning(trainer), add_and_note, begin_to_write)
+        keys = restored_by_lightning(trainer)
+        one_save = OneSave(writer, keys, add_and_note, begin_to_write)
         try:
             trainer.strategy.checkpoint_io = one_save
             trainer.save_checkpoint(job.target, weights_only=False)
@@ -176,7 +177,7 @@ class RunFiles:
             trainer.strategy.checkpoint_io = theirs
 
     def _begin_to_write(
-        self, job: WriteJob, private: Collection[Place], checkpoint: dict[str, Any]
+        self, job: WriteJob, private: Collection[MemoryRange], checkpoint: dict[str, Any]
     ) -> None:
         """Write a plain checkpoint now, or copy it and let the thread write it. What is
         ``private`` to it need not be copied.
@@ -198,7 +199,9 @@ class RunFiles:
         self._writer.begin(write_staged)
 
     def _write(self, job: WriteJob, checkpoint: dict[str, Any]) -> None:
-        """Bring a checkpoint that nobody changes meanwhile to the disk. It may fail for a while."""
+        """Bring a checkpoint that nobody changes meanwhile to the disk. A disk that is full is no
+        error: the trouble is told, and the next save is tried.
+        """
         begun = time.perf_counter()
         try:
             job.writer.write(checkpoint, job.target)

@@ -15,7 +15,7 @@ from torch import Tensor
 MAPPINGS = (dict, OrderedDict, Counter)
 SEQUENCES = (list, tuple)
 # Device, address and bytes of a storage
-Place = tuple[str, int, int]
+MemoryRange = tuple[str, int, int]
 
 
 class Staging:
@@ -33,11 +33,13 @@ class Staging:
         # By the bytes that each holds: memory of the copy before.
         self._free: dict[int, list[torch.UntypedStorage]] = {}
         self._used: dict[int, list[torch.UntypedStorage]] = {}
-        self._copies: dict[Place, torch.UntypedStorage] = {}
-        self._private: Collection[Place] = ()
+        self._copies: dict[MemoryRange, torch.UntypedStorage] = {}
+        self._private: Collection[MemoryRange] = ()
         self._copied_on: set[torch.device] = set()
 
-    def copy(self, checkpoint: dict[str, Any], private: Collection[Place] = ()) -> dict[str, Any]:
+    def copy(
+        self, checkpoint: dict[str, Any], private: Collection[MemoryRange] = ()
+    ) -> dict[str, Any]:
         """A copy that training cannot change. The one before is overwritten.
 
         Args:
@@ -78,7 +80,7 @@ class Staging:
     def _copy_tensor(self, tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided:
             return tensor.detach().to("cpu", copy=True)
-        place = place_of(tensor)
+        place = memory_of(tensor)
         if place in self._private:
             return tensor.detach()
         storage = tensor.untyped_storage()
@@ -109,7 +111,7 @@ class Staging:
         return memory
 
 
-def place_of(tensor: Tensor) -> Place:
+def memory_of(tensor: Tensor) -> MemoryRange:
     """Where a dense tensor has its memory."""
     storage = tensor.untyped_storage()
     return str(tensor.device), storage.data_ptr(), storage.nbytes()
@@ -125,7 +127,7 @@ def dense_in(value: Any) -> Iterator[Tensor]:
             yield from dense_in(item)
 
 
-def places_made_for(checkpoint: dict[str, Any], trainer: Trainer) -> set[Place]:
+def memory_made_for(checkpoint: dict[str, Any], trainer: Trainer) -> set[MemoryRange]:
     """Where a checkpoint, as Lightning has made it, has memory that nobody else holds: FSDP has
     gathered it for this checkpoint. Of any other strategy there is none.
     """
@@ -136,8 +138,8 @@ def places_made_for(checkpoint: dict[str, Any], trainer: Trainer) -> set[Place]:
     # Buffers and counters of steps are handed out as they are.
     theirs = [list(model.parameters()), list(model.buffers()), states]
     made = [checkpoint["state_dict"], checkpoint.get("optimizer_states", [])]
-    return {place_of(each) for each in dense_in(made)} - {
-        place_of(each) for each in dense_in(theirs)
+    return {memory_of(each) for each in dense_in(made)} - {
+        memory_of(each) for each in dense_in(theirs)
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from unbroken.holding.bounds import LAST_ENTRIES, MOST_BYTES_COMPARED
 from unbroken.holding.walk import ROWS
 from unbroken.lightning_internals import version_of
-from unbroken.parts.held import OF_MODULES, Held, Identity, Length, NotHeld, is_iterator
+from unbroken.parts.held import OF_MODULES, Held, Identity, Length, Unkept, is_iterator
 from unbroken.parts.plain_values import copied, is_single
 
 # Python's clocks, and what they said when this process began.
@@ -36,19 +36,19 @@ class NotKept:
 
     def begin(self, held: Held) -> None:
         """Note what there is when training starts."""
-        self._fresh = {name: evidence_of(each.value) for name, each in held.nobodys.items()}
+        self._fresh = {name: evidence_of(each.value) for name, each in held.unkept.items()}
         self._there = made_by_users(held)
 
     def epoch_begins(self, held: Held) -> None:
         """Note again what an epoch's start may set: a resumed run sets it, too."""
-        for name, each in held.nobodys.items():
+        for name, each in held.unkept.items():
             if each.told.since_epoch:
                 self._fresh[name] = evidence_of(each.value)
 
     def lines(self, held: Held) -> list[str]:
         """A line for each owner of attributes that have changed, and were not told yet."""
-        changed: dict[str, list[NotHeld]] = {}
-        for name, each in held.nobodys.items():
+        changed: dict[str, list[Unkept]] = {}
+        for name, each in held.unkept.items():
             if each.attribute not in self._told and self._has_changed(name, each):
                 self._told.add(each.attribute)
                 if each.package:
@@ -93,7 +93,7 @@ class NotKept:
                 )
         return found
 
-    def _has_changed(self, name: str, each: NotHeld) -> bool:
+    def _has_changed(self, name: str, each: Unkept) -> bool:
         if is_iterator(each.value):
             return True
         if isinstance(each.value, float) and is_of_a_clock(each.value):
@@ -105,7 +105,7 @@ class NotKept:
         return now is not None and each.value != Length(0)
 
 
-def line_of(held: Held, first: NotHeld, *others: NotHeld) -> str:
+def line_of(held: Held, first: Unkept, *others: Unkept) -> str:
     """What is said of attributes of one owner that have changed."""
     what = what_it_is(held, first)
     if others:
@@ -117,9 +117,9 @@ def line_of(held: Held, first: NotHeld, *others: NotHeld) -> str:
     )
 
 
-def what_it_is(held: Held, each: NotHeld) -> str:
+def what_it_is(held: Held, each: Unkept) -> str:
     """The class of the attribute, in words."""
-    top = held.nobodys.get(each.attribute, each)
+    top = held.unkept.get(each.attribute, each)
     value = top.value
     if isinstance(value, Length):
         return "it is a list or dictionary"
