@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -615,6 +616,7 @@ def test_a_patience_that_is_typed_beats_the_checkpoints() -> None:
 def test_ranks_evaluate_the_samples_that_one_process_does(kind: str) -> None:
     class Ranks:
         training, current_epoch, reload_dataloaders_every_n_epochs = False, 0, 0
+        state = SimpleNamespace(fn="test")
 
         def __init__(self, global_rank: int, world_size: int) -> None:
             self.global_rank, self.world_size = global_rank, world_size

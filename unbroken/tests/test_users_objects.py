@@ -377,18 +377,18 @@ def test_what_callbacks_and_data_sets_keep_in_attributes_is_told_at_the_first_sa
         callbacks=[callback(), ExactCheckpoint(tmp_path)],
     )
     trainer.fit(Learns())
-    lines = [line for line in told(capsys).splitlines() if "may not be exact" in line]
+    lines = [line for line in told(capsys).splitlines() if "begins anew" in line]
     expected = [
-        "a resume may not be exact: train_dataloader.dataset.taken changes in training, and a"
-        " checkpoint does not hold it (its class is int). Let a sample be a function of its key and"
-        " the epoch alone."
+        "a resumed run begins anew with train_dataloader.dataset.taken, which changes in training"
+        " and which a checkpoint does not hold (its class is int). Let a sample be a function of"
+        " its key and the epoch alone."
     ]
     if callback is Watches:
         expected.insert(
             0,
-            "a resume may not be exact: callbacks.Watches.0.steps changes in training, and a"
-            " checkpoint does not hold it (its class is int; so do best, losses). Give it in the"
-            " callback's state_dict, and take it back in its load_state_dict.",
+            "a resumed run begins anew with callbacks.Watches.0.steps, which changes in training"
+            " and which a checkpoint does not hold (its class is int; best, losses as well). Give"
+            " it in the callback's state_dict, and take it back in its load_state_dict.",
         )
     assert lines == expected
 

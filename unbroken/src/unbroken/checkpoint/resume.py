@@ -15,7 +15,7 @@ from unbroken import lightning_internals
 from unbroken.checkpoint.cut_epoch import go_inside
 from unbroken.loading import ExactLoading, Start
 from unbroken.parts.loaders import BatchSizes
-from unbroken.parts.loops import SavePoint
+from unbroken.parts.loops import SavePoint, states_of_loaders
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.storage.checkpoint_files import RUN_KEY
@@ -154,11 +154,20 @@ def start_of_anothers(checkpoint: dict[str, Any]) -> Start:
     ``trainer.save_checkpoint`` or ModelCheckpoint.
     """
     loops = checkpoint["loops"]["fit_loop"]
+    # Lightning would load them into loaders that have begun already.
+    states = states_of_loaders(loops)
     epochs = loops["epoch_progress"]["current"]
-    if epochs["completed"] == epochs["ready"]:
-        # No epoch had begun. The batches are those of the epoch before.
-        return Start(checkpoint["epoch"])
-    return Start(checkpoint["epoch"], loops["epoch_loop.batch_progress"]["current"]["ready"])
+    if epochs["completed"] == epochs["started"]:
+        # No epoch had begun, or the hooks of its start were called. The batches are those of the
+        # epoch before.
+        return Start(checkpoint["epoch"], states=states)
+    batches = loops["epoch_loop.batch_progress"]
+    return Start(
+        checkpoint["epoch"],
+        batches["current"]["ready"],
+        over=batches["is_last_batch"],
+        states=states,
+    )
 
 
 def uses_hooks(trainer: Trainer) -> bool:

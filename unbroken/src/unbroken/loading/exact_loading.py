@@ -30,7 +30,7 @@ from unbroken.loading.samplers import (
     source_of,
 )
 from unbroken.loading.seeding import Seeds, seed_from
-from unbroken.loading.watched_loader import LiveLoader, WatchedLoader
+from unbroken.loading.watched_loader import WatchedLoader, live_loader
 from unbroken.seams import Seams
 from unbroken.stopping.ranks import of_all_ranks, of_rank_zero, say
 from unbroken.stopping.stop import NextBatch
@@ -119,7 +119,7 @@ class ExactLoading:
         passes: Passes
         if form is Form.WATCHED:
             passes = self._watched(loader, seed, trainer)
-            found = LiveLoader(passes)
+            found = live_loader(passes)
         else:
             found = exact_form(
                 loader,
@@ -140,12 +140,15 @@ class ExactLoading:
         passes.seeds = seeds
         passes.epoch_now = lambda: trainer.current_epoch
         if training:
+            passes.batches_now = lambda: batches_taken(trainer)
+        if training:
             self._add(found, passes)
         return found
 
     def begin(self) -> None:
         """Put the loaders where training starts."""
-        places = chain(self.start.loaders, repeat((0, None)))
+        saved = self.start.loaders or self._places_of_states(self.start)
+        places = chain(saved, repeat((0, None)))
         for passes, (first, state) in zip(self.training, places, strict=False):
             if state is not None and passes.owner is None:
                 self.lines_to_say.append(
@@ -157,6 +160,15 @@ class ExactLoading:
         # Some were made before the checkpoint was read.
         for passes, seeds in zip(self.training, self.seeds, strict=False):
             passes.seeds = seeds
+
+    def _places_of_states(self, start: Start) -> list[tuple[int, Any]]:
+        """Where the loaders begin from a checkpoint that somebody else saved."""
+        states = iter(start.states)
+        places: list[tuple[int, Any]] = []
+        for passes in self.training:
+            state = next(states, None) if has_state(passes.loader) else None
+            places.append((0, None) if state is None else (start.batches, state))
+        return places
 
     def cut_again(self, kept: Sequence[dict[str, Any]]) -> None:
         """Let the training's loaders cut their batches as a checkpoint has it.
@@ -184,6 +196,7 @@ class ExactLoading:
         self.next_batch = None
         for passes in self.training:
             passes.epoch_now = None
+            passes.batches_now = None
 
     def _only_exact_loader(self) -> ExactBatches | None:
         if len(self.training) != 1 or not isinstance(self.training[0], ExactBatches):
@@ -493,6 +506,11 @@ def _no_data_on(rank: int) -> UserError:
         f"rank {rank} has no batch of data that others have. Give each rank one or more, or use"
         " fewer devices."
     )
+
+
+def batches_taken(trainer: Trainer) -> int:
+    """How many batches of this epoch training has begun with."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
 def ranks_hold_the_same(loader: DataLoader[Any]) -> bool:

@@ -22,6 +22,9 @@ class Start(NamedTuple):
     loaders: Sequence[tuple[int, Any]] = ()
     # Whether the epoch's training is done, and only its validation is left.
     over: bool = False
+    # Of a checkpoint that somebody else saved: the states of the loaders that have one, as
+    # Lightning keeps them, after these batches.
+    states: Sequence[Any] = ()
 
 
 class Passes:
@@ -44,6 +47,8 @@ class Passes:
         self.cut_of_rest: Cut | None = None
         # Asked as a pass begins. None: the epoch is that of :meth:`set_epoch`.
         self.epoch_now: Callable[[], int] | None = None
+        # How many batches of this epoch the training has taken. None: nobody knows.
+        self.batches_now: Callable[[], int] | None = None
         # A run may give it others before it is read. A loader that has no exact form uses that of
         # the draws alone: its order is its own.
         self.seeds = Seeds(seed, seed)

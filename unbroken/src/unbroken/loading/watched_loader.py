@@ -15,7 +15,7 @@ from unbroken.lightning_internals import iterator_of
 from unbroken.loading.exact_loader import are_the_same, lost_unless_set_again, made_of
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.loading.passes import Passes, Start
-from unbroken.loading.samplers import cut_of, is_plain
+from unbroken.loading.samplers import cut_of, has_state, is_plain
 from unbroken.loading.seeding import seed_generators
 from unbroken.loading.streams import SeededStream, seeded
 from unbroken.loading.workers import iterate
@@ -224,6 +224,8 @@ class WatchedLoader(Passes):
         return 0, self.next_state
 
 
+# Lightning asks the class for these, and not the loader.
+METHODS_OF_STATE = ("state_dict", "load_state_dict")
 # What Lightning writes into each loader after ``seed_everything(workers=True)``
 WRITTEN_BY_LIGHTNING = "worker_init_fn"
 
@@ -232,7 +234,7 @@ class LiveLoader:
     """What the user's code finds in the place of a loader that has no exact form.
 
     It gives the batches as :class:`WatchedLoader` does. All else is read from, and written to, the
-    loader itself. Its state is not offered: checkpoints hold that of a :class:`WatchedLoader`.
+    loader itself.
     """
 
     __slots__ = ("__weakref__", "exact_passes", "told_of")
@@ -252,7 +254,7 @@ class LiveLoader:
         return len(self.exact_passes)
 
     def __getattr__(self, name: str) -> Any:
-        if name in LiveLoader.__slots__ or name.endswith("state_dict"):
+        if name in LiveLoader.__slots__ or name in METHODS_OF_STATE:
             raise AttributeError(name)
         return getattr(self.exact_passes.loader, name)
 
@@ -273,3 +275,28 @@ class LiveLoader:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is one of the user's own loader."""
         return self.exact_passes.loader.__reduce_ex__(protocol)
+
+
+class StatefulLiveLoader(LiveLoader):
+    """The same of a loader with a state. Lightning puts its state into the checkpoints that others
+    save, such as ``trainer.save_checkpoint`` or ModelCheckpoint.
+    """
+
+    __slots__ = ()
+
+    def state_dict(self) -> Any:
+        """The loader's state after the batches that training has taken."""
+        passes = self.exact_passes
+        if passes.owner is None or passes.batches_now is None:
+            return passes.loader.state_dict()
+        return passes.state_after(passes.batches_now(), epoch_ends=False)[1]
+
+    def load_state_dict(self, state: Any) -> None:
+        """Put the loader into a state before it is read."""
+        self.exact_passes.load(state)
+
+
+def live_loader(passes: WatchedLoader) -> LiveLoader:
+    """What the user's code finds in the place of a loader."""
+    kind = StatefulLiveLoader if has_state(passes.loader) else LiveLoader
+    return kind(passes)

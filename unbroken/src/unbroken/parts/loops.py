@@ -57,6 +57,12 @@ class EarlyStop(Part):
         """It is given back as the checkpoint is read, for the loops ask before training starts."""
 
 
+def states_of_loaders(fit: dict[str, Any]) -> list[Any]:
+    """Take Lightning's own states of loaders out of the saved state of the fit loop."""
+    states: list[Any] = fit["state_dict"].pop("combined_loader", [])
+    return states
+
+
 def clean_counters(fit: dict[str, Any], place: SavePoint, validated: bool) -> None:
     """Rewrite the saved counters of the fit loop, in place, so that everything is done or not
     begun.
@@ -70,7 +76,7 @@ def clean_counters(fit: dict[str, Any], place: SavePoint, validated: bool) -> No
         validated: Whether a validation has followed the last batch, which ended an optimizer step.
     """
     # Lightning's own states of the loaders may be a batch ahead. See LoaderPositions.
-    fit.pop("combined_loader", None)
+    states_of_loaders(fit)
     batches = fit["epoch_loop.batch_progress"]
     validation = fit["epoch_loop.val_loop.batch_progress"]
     epochs = fit["epoch_progress"]

@@ -53,8 +53,10 @@ class NotKept:
                 self._told.add(each.attribute)
                 if each.package:
                     self.packages.add(each.package)
+                # A callback or data set has one advice for all of its attributes.
                 owner = each.attribute.rpartition(".")[0]
-                changed.setdefault(owner, []).append(each)
+                group = owner if each.told.since_epoch else each.attribute
+                changed.setdefault(group, []).append(each)
         found = [line_of(held, *several) for several in changed.values()]
         for name in sorted(made_by_users(held) - self._there):
             if any(f"{name}.".startswith(f"{told}.") for told in self._told):
@@ -110,7 +112,12 @@ def line_of(held: Held, first: Unkept, *others: Unkept) -> str:
     what = what_it_is(held, first)
     if others:
         names = [each.attribute.rpartition(".")[2] for each in others]
-        what += f"; so do {', '.join(names)}"
+        what += f"; {', '.join(names)} as well"
+    if first.told.since_epoch:
+        return (
+            f"a resumed run begins anew with {first.attribute}, which changes in training and which"
+            f" a checkpoint does not hold ({what}). {first.told.advice}"
+        )
     return (
         f"a resume may not be exact: {first.attribute} changes in training, and a checkpoint does"
         f" not hold it ({what}). {first.told.advice}"
