@@ -73,6 +73,27 @@ class Untested(MadeInSetup):
     test_step = LightningModule.test_step
 
 
+class Grows(Odd):
+    """Has more weights after its first epoch, and makes room for them as it is loaded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shifts = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.shifts.sum()
+
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.shifts.data = torch.cat([self.shifts.data, torch.zeros(2)])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.shifts.data = torch.zeros_like(checkpoint["state_dict"]["shifts"])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
 class Unused(Odd):
     """A lazy layer that no batch passes."""
 

@@ -392,6 +392,7 @@ def odd(module: str, *flags: str) -> list[str]:
         ["Lazy"],
         pytest.param(["Queue"], marks=pytest.mark.nightly),
         ["Queue", "--model.first_epoch", "1"],
+        ["Grows"],
         pytest.param(["Graph", "--model.layout", "coo"], marks=pytest.mark.nightly),
         pytest.param(["Graph", "--model.layout", "csr"], marks=pytest.mark.nightly),
         ["MadeInSetup", "--trainer.callbacks", f"{CALLBACKS}.EMAWeightAveraging"],

@@ -726,6 +726,8 @@ CHOICES: dict[str, Any] = {
 }
 # Entries that a resume alone needs
 STATES = ("callbacks", "optimizer_states", "lr_schedulers", "loops")
+# What torch raises where a module cannot take weights
+MISFITS = (RuntimeError, TypeError, AttributeError)
 SECTIONS: dict[str, Any] = dict.fromkeys(("model", "data", "trainer"), (dict, type(None)))
 RESTORED = ("loops", "optimizer_states", "lr_schedulers")
 
@@ -887,12 +889,12 @@ def load_weights(
     fills_in_on_load = is_overridden("on_load_checkpoint", module)
     if late and is_overridden("setup", module) and _lets_setup_size_buffers(module, weights):
         return False
+    if late and again and fills_in_on_load:
+        # Lightning calls the hook before it loads them. The hook may make layers, or put in what
+        # was not saved, and called here as well it would do so twice.
+        return _fit_as_they_are(module, weights)
     with misfits_as_errors(f"--ckpt_path {path}"):
         missing, unexpected = module.load_state_dict(weights, strict=False)
-        if missing and again and fills_in_on_load:
-            # The hook may put in what the module did not save.
-            module.on_load_checkpoint(checkpoint)
-            missing, unexpected = module.load_state_dict(weights, strict=False)
         makes_layers = is_overridden("setup", module) or fills_in_on_load
         if late and makes_layers and unexpected and not missing:
             return False
@@ -902,12 +904,21 @@ def load_weights(
     return True
 
 
+def _fit_as_they_are(module: LightningModule, weights: dict[str, Any]) -> bool:
+    """Load weights; returns whether all of them, and no others, have a place in the module."""
+    try:
+        missing, unexpected = module.load_state_dict(weights, strict=False)
+    except MISFITS:
+        return False
+    return not missing and not unexpected
+
+
 @contextmanager
 def misfits_as_errors(option: str) -> Iterator[None]:
     """Inside, weights that a module cannot take are a :class:`UserError` of the option."""
     try:
         yield
-    except (RuntimeError, TypeError, AttributeError) as error:
+    except MISFITS as error:
         reason = without_control_characters(" ".join(str(error).split()))[:300]
         raise UserError(f"{option}: its weights do not fit the network: {reason}") from None
 
