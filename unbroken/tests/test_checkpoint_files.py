@@ -24,9 +24,10 @@ from unbroken.cli import start as entry
 from unbroken.errors import UserError
 from unbroken.loggers.metrics_csv import MetricsCSV
 from unbroken.run_folder import RunFolder, choose, find_checkpoint, newest_run, point_latest_at
-from unbroken.storage.checkpoint_files import AtomicCheckpointIO, damage, load_weights, read
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO, damage, read
 from unbroken.storage.files import write_atomically
 from unbroken.storage.run_files import RunFiles
+from unbroken.storage.weights import load_weights
 
 from tests.commands import (
     SMALL,

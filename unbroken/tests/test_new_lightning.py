@@ -112,7 +112,7 @@ NAMED = {
     "lightning.fabric": "cli/shown_warnings.py",
     "lightning.pytorch.callbacks.model_summary": "cli/shown_warnings.py",
     "lightning.pytorch.callbacks.stochastic_weight_avg": "cli/refusals.py",
-    "lightning.pytorch.cli.instantiate_module": "storage/checkpoint_files.py",
+    "lightning.pytorch.cli.instantiate_module": "storage/savable.py",
     "lightning.pytorch.loggers.mlflow": "loggers/mlflow.py",
     "lightning.pytorch.loops.progress": "cli/refusals.py",
     "lightning.pytorch.profilers.profiler": "cli/shown_warnings.py",
@@ -936,5 +936,5 @@ def test_lightning_imports_nothing_that_a_checkpoint_alone_names(
     said = said_by(lambda: TakesAnything.load_from_checkpoint(tmp_path / "planted.ckpt"))
     if (tmp_path / "ran").exists():
         what = f"imports what a checkpoint's hyperparameters name ({', '.join(named)})"
-        tell("lightning", what, [LIBRARY / "storage" / "checkpoint_files.py"])
+        tell("lightning", what, [LIBRARY / "storage" / "savable.py"])
     assert any("planted" in each for each in said)

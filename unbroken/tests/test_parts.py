@@ -38,7 +38,9 @@ from unbroken.parts.rows import MetricRows
 from unbroken.parts.undeclared.attributes import PlainAttributes
 from unbroken.parts.undeclared.modules import HiddenModules
 from unbroken.parts.undeclared.not_kept import NotKept
-from unbroken.storage.checkpoint_files import RUN_KEY, made_plain, make_room_for_buffers
+from unbroken.storage.contents import RUN_KEY
+from unbroken.storage.savable import made_plain
+from unbroken.storage.weights import make_room_for_buffers
 from unbroken.tensors.same_values import is_same
 
 CPU = torch.device("cpu")

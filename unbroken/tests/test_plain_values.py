@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from unbroken.errors import UserError
 from unbroken.parts.plain_values import copied, is_plain, is_unchanged, like
-from unbroken.storage.checkpoint_files import made_plain
+from unbroken.storage.savable import made_plain
 from unbroken.tensors.same_values import is_same
 
 CPU = torch.device("cpu")

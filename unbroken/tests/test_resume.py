@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from numerals.fit import job as fit
-from unbroken.storage.checkpoint_files import outline
+from unbroken.storage.seals import outline
 
 from tests.commands import (
     CONVNET,

@@ -43,15 +43,11 @@ from unbroken.commands.export import command as export
 from unbroken.commands.predict import command as predict
 from unbroken.commands.runs import command as runs
 from unbroken.errors import UserError, without_control_characters
-from unbroken.storage import checkpoint_files
-from unbroken.storage.checkpoint_files import (
-    AtomicCheckpointIO,
-    is_own,
-    load_weights,
-    read,
-    record,
-)
+from unbroken.storage import checkpoint_files, seals
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO, read, record
 from unbroken.storage.reading import yaml_in
+from unbroken.storage.seals import is_own
+from unbroken.storage.weights import load_weights
 from unbroken.tasks.by_name import imports_judged_by, named_class
 from unbroken.trust import keys, torch_file
 from unbroken.trust.archive import END, ENTRY, LOCAL, NoArchive
@@ -1174,7 +1170,7 @@ def test_a_changed_entry_makes_a_file_a_strangers(trained: Path) -> None:
 
 def sealed_by_an_older_version(contents: dict[str, Any]) -> dict[str, Any]:
     contents["run"]["seal"] = None
-    contents["run"]["seal"] = f"all:{keys.seal(checkpoint_files._all_sealed_before(contents))}"
+    contents["run"]["seal"] = f"all:{keys.seal(seals._all_sealed_before(contents))}"
     return contents
 
 

@@ -21,7 +21,7 @@ from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.loading import ExactLoading
 from unbroken.parts.held import held_by_users
 from unbroken.parts.users_objects import UsersObjects
-from unbroken.storage.checkpoint_files import made_plain
+from unbroken.storage.savable import made_plain
 
 
 class Average:

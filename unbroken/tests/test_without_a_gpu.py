@@ -25,8 +25,9 @@ from unbroken.results.facts import git_state
 from unbroken.run.final_test import final_test, float32_products
 from unbroken.stopping import ranks
 from unbroken.stopping.stop import Agreement
-from unbroken.storage.checkpoint_files import AtomicCheckpointIO, NotPlain
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 from unbroken.storage.run_files import RunFiles
+from unbroken.storage.savable import NotPlain
 
 from tests.monitored import Linear
 from tests.own_environment import REPOSITORY, SEARCHED, no_surprises

@@ -21,16 +21,12 @@ from unbroken.mirror.mirror import OWNER_FILE, Mirror
 from unbroken.mirror.store import is_address
 from unbroken.mirror.visiting import fetch_checkpoint
 from unbroken.stopping.ranks import is_rank_zero, say
-from unbroken.storage.checkpoint_files import (
-    fingerprint,
-    is_own,
-    read,
-    read_or_reason,
-    record_in,
-)
+from unbroken.storage.checkpoint_files import read, read_or_reason
+from unbroken.storage.contents import record_in
 from unbroken.storage.files import write_atomically
 from unbroken.storage.reading import UNREADABLE, read_json, read_text
 from unbroken.storage.run_files import newest_whole
+from unbroken.storage.seals import fingerprint, is_own
 from unbroken.trust.places import is_inside
 
 ROOT = Path("checkpoints")

@@ -61,7 +61,7 @@ from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.seams import Seams
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import decided_by_rank_zero
-from unbroken.storage.checkpoint_files import fill_in_what_was_left_out, make_room_for_buffers
+from unbroken.storage.weights import fill_in_what_was_left_out, make_room_for_buffers
 
 
 class ExactCheckpoint(callbacks.Checkpoint):

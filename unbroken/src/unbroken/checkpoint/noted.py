@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 from unbroken.parts.declared import plain_state
 from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.stopping.ranks import say
-from unbroken.storage.checkpoint_files import RUN_KEY
+from unbroken.storage.contents import RUN_KEY
 from unbroken.tensors.same_values import deep_copy, is_same
 
 # How a state dict names what a part of a module gives it beside tensors.

@@ -55,8 +55,9 @@ from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import apply_changes
 from unbroken.parts.module import give_plain_buffers
 from unbroken.stopping.ranks import of_all_ranks, say
-from unbroken.storage.checkpoint_files import CHOSEN, buffers_left_out, record_in
+from unbroken.storage.contents import CHOSEN, record_in
 from unbroken.storage.run_files import can_start_from
+from unbroken.storage.weights import buffers_left_out
 
 # Whose bits in memory are compared with the saved ones, as a line calls them
 NAMES_OF_BITS = {"weights": "the weights", "optimizer": "the state of the optimizer"}

@@ -18,7 +18,7 @@ from unbroken.parts.loaders import BatchSizes
 from unbroken.parts.loops import SavePoint, states_of_loaders
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import users_callbacks
-from unbroken.storage.checkpoint_files import RUN_KEY
+from unbroken.storage.contents import RUN_KEY
 
 # These are called again by a resumed run, though the run that was killed had called them.
 START_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start")

@@ -40,7 +40,7 @@ from unbroken.stopping import signals
 from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.stopping.signals import STOP_S
 from unbroken.stopping.stop import SAVE_DUE, NextBatch
-from unbroken.storage.checkpoint_files import CHOSEN, RUN_KEY
+from unbroken.storage.contents import CHOSEN, RUN_KEY
 from unbroken.version import __version__
 
 

@@ -14,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from unbroken.checkpoint.noted import OwnEntries, extra_states
 from unbroken.parts.loops import SavePoint
 from unbroken.parts.part import Part
-from unbroken.storage.checkpoint_files import plain_entries
+from unbroken.storage.savable import plain_entries
 from unbroken.tensors.same_values import deep_copy
 
 

@@ -27,16 +27,10 @@ from unbroken.errors import UserError, printable
 from unbroken.mirror.mirror import Mirror
 from unbroken.run_folder import ROOT, RunFolder, choose, find_checkpoint
 from unbroken.stopping.ranks import decided_by_rank_zero, say
-from unbroken.storage.checkpoint_files import (
-    CHOSEN,
-    fingerprint,
-    load_weights,
-    misfits_as_errors,
-    read,
-    record,
-    refuse_other_contents,
-    refuse_other_kinds_of_numbers,
-)
+from unbroken.storage.checkpoint_files import read, record
+from unbroken.storage.contents import CHOSEN
+from unbroken.storage.seals import fingerprint, refuse_other_contents
+from unbroken.storage.weights import load_weights, misfits_as_errors, refuse_other_kinds_of_numbers
 from unbroken.trust.imports import imports_asked_of
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger
@@ -144,7 +138,7 @@ class Loaded:
     is_own: bool = True
     # Settings of model and data that differ from the checkpoint's
     changes: list[str] = field(default_factory=list)
-    # Of the user's own contents, see :func:`unbroken.storage.checkpoint_files.fingerprint`
+    # Of the user's own contents, see :func:`unbroken.storage.seals.fingerprint`
     fingerprint: str = ""
 
     @property

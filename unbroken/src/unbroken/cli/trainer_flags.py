@@ -47,7 +47,7 @@ def reading_only(
 
     Args:
         trainer: Of :func:`trainer_flags`.
-        fingerprint: See :func:`unbroken.storage.checkpoint_files.fingerprint`.
+        fingerprint: See :func:`unbroken.storage.seals.fingerprint`.
         with_states: Whether more than the weights is used, because the file is the user's.
     """
     io = trainer.strategy.checkpoint_io

@@ -24,9 +24,11 @@ from unbroken.mirror.save import Save
 from unbroken.mirror.store import Store, is_address, without_password
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import say
-from unbroken.storage.checkpoint_files import is_own, read, record_in
+from unbroken.storage.checkpoint_files import read
+from unbroken.storage.contents import record_in
 from unbroken.storage.files import write_atomically
 from unbroken.storage.run_files import RunFiles
+from unbroken.storage.seals import is_own
 
 # Which process trained the run that lies in a local folder
 OWNER_FILE = ".mirror-owner"

@@ -17,7 +17,8 @@ from unbroken.cli.cli import Configuration
 from unbroken.cli.trainer_flags import reading_only
 from unbroken.errors import UserError
 from unbroken.stopping.ranks import say
-from unbroken.storage.checkpoint_files import fingerprint, is_own, read
+from unbroken.storage.checkpoint_files import read
+from unbroken.storage.seals import fingerprint, is_own
 from unbroken.trust import keys
 
 

@@ -12,7 +12,7 @@ from unbroken.results.facts import command_line, git, versions
 from unbroken.results.run_result import RunResult
 from unbroken.run_folder import RUN_ID, point_latest_at
 from unbroken.stopping.ranks import say
-from unbroken.storage.checkpoint_files import RUN_KEY, record_in
+from unbroken.storage.contents import RUN_KEY, record_in
 from unbroken.storage.files import write_atomically
 from unbroken.tables import flat
 

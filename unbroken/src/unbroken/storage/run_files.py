@@ -15,15 +15,10 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from unbroken.errors import UserError
 from unbroken.stopping.ranks import of_all_ranks, say
-from unbroken.storage.checkpoint_files import (
-    AtomicCheckpointIO,
-    NotPlain,
-    OneSave,
-    damage,
-    read_or_reason,
-    record_in,
-)
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO, OneSave, damage, read_or_reason
+from unbroken.storage.contents import record_in
 from unbroken.storage.files import NotWritten, copy_atomically
+from unbroken.storage.savable import NotPlain
 from unbroken.storage.staging import MemoryRange, Staging, bytes_in, memory_made_for
 from unbroken.storage.writer import Writer
 
