@@ -9,14 +9,14 @@ import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from unbroken import data
+from unbroken import data as tools
 from unbroken.errors import UserError, require
 
 Batch = tuple[Tensor, Tensor]  # images (batch, 1, 28, 28), uint8 or float in 0-1; labels (batch,)
 
 DEFAULT_ROOT = "data"
 BUNDLED = Path(__file__).parent / "bundled"
-SPLITS: dict[str, list[data.Split]] = {
+SPLITS: dict[str, list[tools.Split]] = {
     # A damaged test file is an error before the training, not at its end.
     "fit": ["train", "val", "test"],
     "validate": ["val"],
@@ -63,7 +63,7 @@ class MNISTDataModule(LightningDataModule):
         test_samples: Keep the first N test samples (default: all).
     """
 
-    files = data.IdxSet(
+    files = tools.IdxSet(
         "MNIST/raw",
         [  # SHA-256 of what torchvision fetches, decompressed
             "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
@@ -106,7 +106,7 @@ class MNISTDataModule(LightningDataModule):
         sizes = {"batch_size": batch_size, "eval_batch_size": eval_batch_size}
         samples = {"train": train_samples, "val": val_samples, "test": test_samples}
         sizes_of_splits = {f"{split}_samples": count for split, count in samples.items()}
-        data.check_loading({**sizes, **sizes_of_splits}, prefetch_factor, num_workers, on_device)
+        tools.check_loading({**sizes, **sizes_of_splits}, prefetch_factor, num_workers, on_device)
         self.root = root
         self.source = source
         self.data_source: str = source  # once it is known: mnist or sample
@@ -127,7 +127,7 @@ class MNISTDataModule(LightningDataModule):
             "pin_memory": pin_memory,
             "prefetch_factor": prefetch_factor,
         }
-        self.splits: dict[str, data.TensorImages] = {}
+        self.splits: dict[str, tools.TensorImages] = {}
         self.bytes_on_device: dict[str, int] = {}  # by split, for the memory monitor
 
     # Where the digits come from
@@ -137,12 +137,12 @@ class MNISTDataModule(LightningDataModule):
         if self.data_source == "sample" or not self.files.missing(self.root):
             return
         if self.may_download:
-            problem = self.files.download(self.root, self.fetch)
+            reason = self.files.download(self.root, self.fetch)
         else:
             there = f"type --data.root {self.root} to download there"
-            problem = f", and a stranger's checkpoint downloads nothing: {there}"
-        if problem:
-            self.use_bundled_digits(problem)
+            reason = f", and a stranger's checkpoint downloads nothing: {there}"
+        if reason:
+            self.use_bundled_digits(reason)
 
     def fetch(self, folder: str) -> None:
         """Torchvision's download."""
@@ -172,7 +172,9 @@ class MNISTDataModule(LightningDataModule):
         raise UserError(f"--data.root {self.root}: {lacks}. {fix}, or {sample}.")
 
     def stay_with(self, data_source: str | None) -> None:
-        """Where the source is ``auto``: what a run found at its start, also when it is resumed."""
+        """Use what a run found at its start, where the source is ``auto``. Called as the run is
+        resumed, and by the other commands.
+        """
         if self.source == "auto" and data_source:
             self.data_source = data_source
 
@@ -189,7 +191,7 @@ class MNISTDataModule(LightningDataModule):
             else:
                 self.data_source = "mnist"
         # Ranks with different data would train on two sets.
-        if not data.is_same_on_all_ranks(self.data_source, self.trainer):
+        if not tools.is_same_on_all_ranks(self.data_source, self.trainer):
             found = f"found different data on different ranks (here: {self.data_source})"
             fix = "Give all machines the files, or name the source: --data.source mnist or sample."
             raise UserError(f"--data.source auto {found}. {fix}")
@@ -197,18 +199,18 @@ class MNISTDataModule(LightningDataModule):
         require(self.batch_size <= 60_000, "--data.batch_size", allowed, self.batch_size)
         for split in SPLITS.get(stage, []):
             if split not in self.splits:
-                self.splits[split] = data.first_samples(self.read(split), self.samples[split])
+                self.splits[split] = tools.first_samples(self.read(split), self.samples[split])
 
-    def read(self, split: data.Split) -> data.TensorImages:
+    def read(self, split: tools.Split) -> tools.TensorImages:
         """The images and labels of a split, from the full set or from the bundled digits."""
         part = "t10k" if split == "test" else "train"
         if self.data_source == "sample":
-            images = data.read_part(BUNDLED, part)
+            images = tools.read_part(BUNDLED, part)
         else:
             images = self.files.read(self.root, part)
         if split == "test":
             return images
-        return data.hold_out(images, split, VAL_SHARE[self.data_source])
+        return tools.hold_out(images, split, VAL_SHARE[self.data_source])
 
     def train_dataloader(self) -> DataLoader[Batch]:
         # A set smaller than a batch is one batch; it would be dropped otherwise.
@@ -221,28 +223,28 @@ class MNISTDataModule(LightningDataModule):
     def test_dataloader(self) -> DataLoader[Batch]:
         return self.loader("test", self.eval_batch_size)
 
-    def loader(self, split: data.Split, batch_size: int, **order: bool) -> DataLoader[Batch]:
+    def loader(self, split: tools.Split, batch_size: int, **order: bool) -> DataLoader[Batch]:
         """Batches of a split, each gathered in one call, on the device where that pays."""
         options: dict[str, Any] = {**self.loading, **order}
-        loader = data.make_loader(self.splits[split], batch_size, self.trainer, **options)
-        self.bytes_on_device[split] = data.bytes_on_device(loader)
+        loader = tools.make_loader(self.splits[split], batch_size, self.trainer, **options)
+        self.bytes_on_device[split] = tools.bytes_on_device(loader)
         return loader
 
     def transfer_batch_to_device(
         self, batch: Batch, device: torch.device, dataloader_idx: int
     ) -> Batch:
-        return data.copy_to(device, batch)  # faster than Lightning's search for tensors
+        return tools.copy_to(device, batch)  # faster than Lightning's search for tensors
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Augment training images on their device; the module standardizes them."""
         images, labels = batch
         if self.trainer is None or not self.trainer.training:
             return images, labels
-        images = data.random_changes(images, **self.augmentation)
-        return data.transformed(images, labels, self.transforms)
+        images = tools.random_changes(images, **self.augmentation)
+        return tools.transformed(images, labels, self.transforms)
 
     def prepare_image(self, pixels: np.ndarray) -> tuple[np.ndarray, str]:
         """For ``predict``: the digit of a picture (height, width, 3) as MNIST shows it, uint8
         (1, 28, 28), and a note where there are several.
         """
-        return data.find_figure(pixels, "digit")
+        return tools.find_figure(pixels, "digit")

@@ -82,7 +82,8 @@ class MNISTClassifier(LightningModule):
             self.network.compile()
         tasks.register_mean_and_std(self, [0.1307], [0.3081])
 
-        # Their sums are in every checkpoint: a resume goes on with them.
+        # Every checkpoint holds their sums, by metric_state (see unbroken/contract.py), and a
+        # resumed run adds to them.
         loss = partial(cross_entropy, reduction="none")
         self.train_means = tasks.RunningMeans(self, loss=loss, accuracy=tasks.is_right)
         self.eval_means = tasks.RunningMeans(self, loss=loss, accuracy=tasks.is_right)
@@ -91,8 +92,7 @@ class MNISTClassifier(LightningModule):
         self.train_means.reset()
         self.eval_means.reset()
         if stage == "fit":
-            # Checks the number of logits, and takes the data module's mean and std of pixels.
-            tasks.fit_to_data(self, self.network)
+            tasks.take_mean_and_check_logits(self, self.network)
             # All weights but biases and norms. Here, because FSDP makes every weight flat later.
             self.decays = tasks.which_decay(self.parameters())
 
@@ -129,7 +129,7 @@ class MNISTClassifier(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_batch_end(self, outputs: Any, batch: Batch, batch_idx: int) -> None:
-        # Here, and only at log steps, because a mean must wait for the device.
+        # Not in training_step, and at log steps alone, because to read a mean waits for the device.
         if tasks.is_log_step(self.trainer, batch_idx):
             self.log_dict(self.train_means.since_log_step("train/", "loss"))
 

@@ -2,7 +2,7 @@
 
 from unbroken.tasks.activation_checkpointing import recompute_activations as recompute_activations
 from unbroken.tasks.classifier import ImageClassifier as ImageClassifier
-from unbroken.tasks.classifier import fit_to_data as fit_to_data
+from unbroken.tasks.classifier import take_mean_and_check_logits as take_mean_and_check_logits
 from unbroken.tasks.optimizers import check_rates as check_rates
 from unbroken.tasks.optimizers import make_optimizer as make_optimizer
 from unbroken.tasks.optimizers import which_decay as which_decay

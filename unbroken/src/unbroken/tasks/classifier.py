@@ -96,7 +96,7 @@ class ImageClassifier(SupervisedModule):
         return targets
 
 
-def fit_to_data(module: LightningModule, network: nn.Module) -> None:
+def take_mean_and_check_logits(module: LightningModule, network: nn.Module) -> None:
     """Let a classifier of images be one for its data module, in ``setup``, before training.
 
     The buffers ``mean`` and ``std`` become the data's, where the data have both.
