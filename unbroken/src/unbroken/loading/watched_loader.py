@@ -4,6 +4,7 @@ Their order is theirs. What can be done for a resume is to keep their state afte
 they have one.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import tee
 from typing import Any
@@ -12,10 +13,10 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
 from unbroken import contract
 from unbroken.lightning_internals import iterator_of
-from unbroken.loading.exact_loader import are_the_same, lost_unless_set_again, made_of
+from unbroken.loading.exact_loader import are_the_same, itself, lost_unless_set_again, made_of
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.loading.passes import Passes, Start
-from unbroken.loading.samplers import cut_of, is_plain
+from unbroken.loading.samplers import cut_of, has_state, is_plain
 from unbroken.loading.seeding import seed_generators
 from unbroken.loading.streams import SeededStream, seeded
 from unbroken.loading.workers import iterate
@@ -66,6 +67,9 @@ class WatchedLoader(Passes):
         # A state that must be loaded before the next pass, for the last one ended before the loader
         # did (``--limit_train_batches``), and the loader may have been read ahead.
         self.rest: Any = None
+        # A state of the loader from a checkpoint that Lightning has written itself, until a pass
+        # begins with it.
+        self.given_by_lightning: Any = None
         # Whether Lightning may begin to read twice before it trains. It does so with loaders that
         # are made anew for an epoch, and has then lost the first batch of a stream.
         self.may_be_begun_twice = False
@@ -144,7 +148,11 @@ class WatchedLoader(Passes):
         """Put everything where the pass starts; returns the number of its first batch in the
         epoch.
         """
-        if self.rest is not None:
+        if self.given_by_lightning is not None:
+            self.first = self.start.batches
+            self.load(self.given_by_lightning)
+            self.given_by_lightning = None
+        elif self.rest is not None:
             # As a resumed run does.
             self.load(self.rest)
         first = self.first
@@ -202,8 +210,24 @@ class WatchedLoader(Passes):
             return make()
 
     def load(self, state: Any) -> None:
+        if self.owner is None:
+            # Lightning has kept a state that was not proved.
+            self.loader.load_state_dict(copy.deepcopy(state))
+            return
         super().load(state)
         self.next_state = state
+
+    def state_for_lightning(self) -> Any:
+        """The loader's state behind the batches that were handed out, for a checkpoint that
+        Lightning writes itself. The loader is asked only where it is not known.
+        """
+        if self.owner is not None:
+            newest = self.states.get(max(self.states, default=0))
+            known = newest if self.next_state is None else self.next_state
+            if known is not None:
+                return known
+        with isolate_rng(include_cuda=False):
+            return self.loader.state_dict()
 
     def set_epoch(self, epoch: int) -> None:
         super().set_epoch(epoch)
@@ -232,7 +256,7 @@ class LiveLoader:
     """What the user's code finds in the place of a loader that has no exact form.
 
     It gives the batches as :class:`WatchedLoader` does. All else is read from, and written to, the
-    loader itself. Its state is not offered: checkpoints hold that of a :class:`WatchedLoader`.
+    loader itself.
     """
 
     __slots__ = ("__weakref__", "exact_passes", "told_of")
@@ -252,7 +276,7 @@ class LiveLoader:
         return len(self.exact_passes)
 
     def __getattr__(self, name: str) -> Any:
-        if name in LiveLoader.__slots__ or name.endswith("state_dict"):
+        if name in LiveLoader.__slots__:
             raise AttributeError(name)
         return getattr(self.exact_passes.loader, name)
 
@@ -272,4 +296,26 @@ class LiveLoader:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is one of the user's own loader."""
-        return self.exact_passes.loader.__reduce_ex__(protocol)
+        return itself, (self.exact_passes.loader,)
+
+
+class StatefulLiveLoader(LiveLoader):
+    """The same of a loader with a state: Lightning keeps it in the checkpoints that it writes
+    itself, such as those of ModelCheckpoint.
+
+    Lightning looks for both names, since Python 3.12 in the class alone.
+    """
+
+    __slots__ = ()
+
+    def state_dict(self) -> Any:
+        return self.exact_passes.state_for_lightning()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.exact_passes.given_by_lightning = state
+
+
+def live_form(passes: WatchedLoader) -> LiveLoader:
+    """What the user's code finds in the place of a loader that is read by ``passes``."""
+    kind = StatefulLiveLoader if has_state(passes.loader) else LiveLoader
+    return kind(passes)
