@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import signal
 import stat
 import sys
@@ -131,6 +132,25 @@ def test_a_trainer_and_its_callbacks_are_copied_before_and_after_a_fit(workplace
     copy.deepcopy(trainer)
     (copied,) = copy.deepcopy(trainer.callbacks)  # type: ignore[attr-defined]
     assert copied.best_model_path == str(workplace / "r/best.ckpt")
+
+
+class Copies(Callback):
+    """Copies all callbacks while they train."""
+
+    copied: list[Callback]
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.copied = []
+        self.copied = copy.deepcopy(trainer.callbacks)  # type: ignore[attr-defined]
+
+
+def test_callbacks_that_a_hook_copies_train_another_trainer(workplace: Path) -> None:
+    copies = Copies()
+    first = trainer_of(ExactCheckpoint("r"), copies)
+    first.fit(Regression())
+    second = Trainer(callbacks=copies.copied, **(QUIET | {"max_epochs": 2}))
+    second.fit(Regression(), ckpt_path=second.checkpoint_callback.resume_from)  # type: ignore[union-attr]
+    assert (first.global_step, second.global_step) == (6, 12)
 
 
 class TrainsInside(Callback):
@@ -371,6 +391,37 @@ class OwnLoader:
         return (torch.full((2, 1), float(self.sign * batch)) for batch in range(3))
 
 
+class Stateful(OwnLoader):
+    """Knows where it is."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for batch in range(self.position % 3, 3):
+            self.position = batch + 1
+            yield torch.full((2, 1), float(batch))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+class StatefulAndLocked(Stateful):
+    """Cannot be copied, so its state is not tried."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+
+class Negates(DataLoader[Any]):
+    """Does more to each batch, in the way of PyTorch Geometric's loaders of neighbours."""
+
+    def _get_iterator(self) -> Any:
+        return map(torch.neg, super()._get_iterator())
+
+
 class Endless(IterableDataset[Tensor]):
     """A stream that each worker reads to its end."""
 
@@ -513,6 +564,7 @@ CHANGES: dict[str, tuple[Any, Any]] = {
     "collate_fn": (set_collate, plain_loader),
     "the user's own object": (set_own_object, plain_loader),
     "an own loader": (set_sign, lambda _: OwnLoader()),
+    "an own iterator": (None, lambda workers: plain_loader(workers, Negates)),
     "a stream": (set_size_by_epoch, lambda n: DataLoader(Endless(), 2, num_workers=n)),
 }
 
@@ -555,7 +607,7 @@ def test_a_live_loader_is_one_of_the_users_class_with_its_methods_and_attributes
         told.extend([isinstance(loader, Shorter), type(loader).__name__, len(loader)])
         told.extend([loader.harder(), loader.doubled, type(loader.sampler).__name__])
         loader.note = epoch
-        # A copy, or what a pickle holds, is the user's own again.
+        # A copy is the user's own again.
         told.append(type(copy.deepcopy(loader)) is Shorter)
 
     read_by(Reads(look), lambda: plain_loader(0, Shorter), ExactCheckpoint("r"), max_epochs=1)
@@ -564,6 +616,43 @@ def test_a_live_loader_is_one_of_the_users_class_with_its_methods_and_attributes
     assert (loader.level, loader.note) == (2, 0)
     assert vars(loader).keys() == vars(plain_loader(0, Shorter)).keys() | {"level", "note"}
     assert [len(batch) for batch in loader] == [2] * 12
+
+
+@pytest.mark.parametrize("make", [plain_loader, OwnLoader])
+def test_what_a_pickle_holds_of_a_live_loader_is_the_users_own(
+    workplace: Path, make: Callable[[], Any]
+) -> None:
+    kinds: list[type] = []
+
+    def look(loader: Any, epoch: int) -> None:
+        kinds.append(type(pickle.loads(pickle.dumps(loader))))
+
+    read_by(Reads(look), make, ExactCheckpoint("r"), max_epochs=1)
+    assert kinds == [type(make())]
+
+
+class SavesItself(Callback):
+    """Lets Lightning write a checkpoint inside the second epoch."""
+
+    def on_train_batch_end(self, trainer: Trainer, *further: Any) -> None:
+        if trainer.global_step == 4:
+            trainer.save_checkpoint("theirs.ckpt")
+
+
+@pytest.mark.parametrize("was_plain", [False, True])
+@pytest.mark.parametrize("make", [Stateful, StatefulAndLocked])
+def test_a_loader_goes_on_from_its_state_in_a_checkpoint_that_lightning_has_written(
+    workplace: Path, make: Callable[[], Any], was_plain: bool
+) -> None:
+    flags: dict[str, Any] = QUIET | {"limit_train_batches": 1.0, "max_epochs": 3}
+    seen = Seen()
+    first = [] if was_plain else [ExactCheckpoint("first")]
+    Trainer(callbacks=[seen, SavesItself(), *first], **flags).fit(Reads(None), make())
+    again = Seen()
+    second = Trainer(callbacks=[again, ExactCheckpoint("second")], **flags)
+    second.fit(Reads(None), make(), ckpt_path="theirs.ckpt")
+    assert again.batches == seen.batches[4:]
+    assert len(again.batches) == 5
 
 
 def test_no_class_is_announced_to_the_users_own_classes() -> None:

@@ -31,6 +31,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader
 from unbroken.errors import UserError
 from unbroken.tensors.same_values import is_same
 from unbroken.tensors.unsized import CANNOT_BE_AVERAGED, has_lazy_layers
@@ -281,6 +282,15 @@ def mode_of_training_loaders(trainer: Trainer) -> str:
     loaders: Any = trainer.fit_loop._combined_loader
     mode: str = loaders._mode
     return mode
+
+
+def makes_its_own_iterator(loader: DataLoader[Any]) -> bool:
+    """Whether a loader's class does more to its batches than PyTorch's.
+
+    Buys that what PyTorch Geometric's loaders of neighbours do to each batch is done. Public way
+    missing: they override this method alone.
+    """
+    return type(loader)._get_iterator is not DataLoader._get_iterator
 
 
 def iterator_of(part: str) -> property:

@@ -32,6 +32,11 @@ class Ending:
         self._signals = signals.TakenOver()
         self._agreement: Agreement | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has taken over no signals, and its ranks have not met."""
+        nothing = {"request": 0, "_signals": signals.TakenOver(), "_agreement": None}
+        return vars(self) | nothing
+
     def begin(self, trainer: Trainer) -> None:
         """Take over the signals, and let the ranks meet."""
         if self._agreement is None:

@@ -138,6 +138,16 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.ending.request = 0
         return Engine(self.own_folder, self.ending, self.best, self._settings)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has the same folder and best, and no training: one that is on holds its
+        Trainer.
+        """
+        return vars(self) | {"engine": None, "_seams": None, "_watches_threads": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self.engine = self._new_engine()
+
     # What others ask for, by the names of ModelCheckpoint
 
     @property

@@ -51,6 +51,10 @@ class Hooks(Callback):
         self.engine = engine
         self.seams = seams
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy, as a hook may make one of all callbacks, does nothing: the run is not copied."""
+        return Callback, ()
+
     # The start
 
     def on_load_checkpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import Trainer
 from unbroken.checkpoint.digests_csv import write_digests
@@ -44,6 +45,10 @@ class OwnFolder:
         self.files = RunFiles(self.path)
         self._is_rehearsal = False
         self._lock: RunFolder | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has neither the lock nor a file that is on its way."""
+        return vars(self) | {"files": RunFiles(self.path), "_lock": None}
 
     @property
     def saves(self) -> bool:

@@ -186,9 +186,6 @@ class Restoring:
 
         With another order, the epoch that goes on would read some samples twice and others never.
         """
-        # The first start has drawn its seed here. The user's code may make data from what torch's
-        # generator draws next.
-        self._loading.settle_seed()
         seed = resume.shared.get("seed")
         is_another = self._seed is not None and self._seed != seed
         if seed is None or (is_another and self._changed):

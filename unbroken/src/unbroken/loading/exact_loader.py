@@ -53,6 +53,11 @@ def lost_unless_set_again(name: str, loader: Any) -> str:
     )
 
 
+def itself(loader: Any) -> Any:
+    """The loader. A pickled object begins with a call."""
+    return loader
+
+
 class PlainRequests(data.Sampler[Request]):
     """The same requests without tensors, for worker processes.
 
@@ -113,7 +118,7 @@ class ExactLoader(DataLoader[Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is one of the user's own loader."""
-        return self.exact_passes.loader.__reduce_ex__(protocol)
+        return itself, (self.exact_passes.loader,)
 
     def _say_what_a_resume_lacks(self) -> None:
         for name, value in not_in_a_checkpoint(self).items():

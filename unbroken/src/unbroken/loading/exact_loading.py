@@ -54,12 +54,15 @@ class ExactLoading:
     them.
 
     Args:
-        seed: For order and random numbers of the data. None: it is drawn from torch's generator
-            (see :meth:`settle_seed`).
+        seed: For order and random numbers of the data. None: it is what torch's generator would
+            give next (see :meth:`settle_seed`).
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self.seed = seed
+        # Whether torch's generator has yet to move on, as a plain loader lets it. With a given seed
+        # it stays.
+        self._is_to_draw = seed is None
         # Those of the training's loaders, by their number in an epoch.
         self.seeds: list[Seeds] = []
         self.start = Start()
@@ -93,18 +96,25 @@ class ExactLoading:
         seams.process_loaders(lambda loader: self.exact(loader, trainer))
 
     def settle_seed(self) -> int:
-        """Draw the seed from torch's generator, as a plain loader does, unless there is one: a
-        given one, or that of a checkpoint.
+        """Take the seed that torch's generator would give next, unless there is one: a given one,
+        or that of a checkpoint.
 
-        It is rank zero's on all ranks, whose shares are then those of one order.
+        It is rank zero's on all ranks, whose shares are then those of one order. The generator
+        stays where it is, for the user's code may make its data from what comes next.
         """
         if self.seed is None:
-            self.seed = of_rank_zero(seed_from(torch.default_generator))
+            generator = torch.Generator()
+            generator.set_state(torch.default_generator.get_state())
+            self.seed = of_rank_zero(seed_from(generator))
         return self.seed
 
     def exact(self, loader: Any, trainer: Trainer) -> Any:
         """A loader in its exact form, or as it is where there is none."""
         run_seed = self.settle_seed()
+        # A plain Trainer puts the generators back behind its sanity check.
+        if self._is_to_draw and not trainer.sanity_checking:
+            self._is_to_draw = False
+            seed_from(torch.default_generator)
         training = trainer.training
         if training:
             self._expect_loaders_of(trainer.current_epoch, trainer)
@@ -150,7 +160,7 @@ class ExactLoading:
         saved = self.start.loaders or self._places_of_states(self.start)
         places = chain(saved, repeat((0, None)))
         for passes, (first, state) in zip(self.training, places, strict=False):
-            if state is not None and passes.owner is None:
+            if state is not None and passes.owner is None and self.start.loaders:
                 self.lines_to_say.append(
                     "the checkpoint holds a state of a loader that has none now: the resume is not"
                     " exact."

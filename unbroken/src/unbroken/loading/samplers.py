@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader, DistributedSampler
 from unbroken import contract
+from unbroken.lightning_internals import makes_its_own_iterator
 
 # These draw from torch's generator only, which is seeded here.
 SEEDABLE = (
@@ -57,7 +58,8 @@ def is_plain(loader: Any) -> bool:
     """
     if not isinstance(loader, DataLoader):
         return False
-    return type(loader).__iter__ is DataLoader.__iter__ and not has_state(loader)
+    is_own = type(loader).__iter__ is not DataLoader.__iter__ or makes_its_own_iterator(loader)
+    return not is_own and not has_state(loader)
 
 
 def is_stream(dataset: Any) -> bool:

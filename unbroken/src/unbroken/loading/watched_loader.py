@@ -4,6 +4,7 @@ Their order is theirs. What can be done for a resume is to keep their state afte
 they have one.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import tee
 from typing import Any
@@ -12,7 +13,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
 from unbroken import contract
 from unbroken.lightning_internals import iterator_of
-from unbroken.loading.exact_loader import are_the_same, lost_unless_set_again, made_of
+from unbroken.loading.exact_loader import are_the_same, itself, lost_unless_set_again, made_of
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.loading.passes import Passes, Start
 from unbroken.loading.samplers import cut_of, has_state, is_plain
@@ -202,6 +203,10 @@ class WatchedLoader(Passes):
             return make()
 
     def load(self, state: Any) -> None:
+        if self.owner is None:
+            # Somebody else has saved a state that was not proved.
+            self.loader.load_state_dict(copy.deepcopy(state))
+            return
         super().load(state)
         self.next_state = state
 
@@ -274,12 +279,14 @@ class LiveLoader:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is one of the user's own loader."""
-        return self.exact_passes.loader.__reduce_ex__(protocol)
+        return itself, (self.exact_passes.loader,)
 
 
 class StatefulLiveLoader(LiveLoader):
     """The same of a loader with a state. Lightning puts its state into the checkpoints that others
     save, such as ``trainer.save_checkpoint`` or ModelCheckpoint.
+
+    Lightning looks for both names, since Python 3.12 in the class alone.
     """
 
     __slots__ = ()
@@ -288,7 +295,8 @@ class StatefulLiveLoader(LiveLoader):
         """The loader's state after the batches that training has taken."""
         passes = self.exact_passes
         if passes.owner is None or passes.batches_now is None:
-            return passes.loader.state_dict()
+            with isolate_rng(include_cuda=False):
+                return passes.loader.state_dict()
         return passes.state_after(passes.batches_now(), epoch_ends=False)[1]
 
     def load_state_dict(self, state: Any) -> None:
