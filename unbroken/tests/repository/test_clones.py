@@ -86,6 +86,9 @@ def test_a_renamed_clone_has_no_leftovers_and_its_style(clone: Path, form: str) 
     assert leftovers(clone) == []
     assert dead_links(clone) == []
     assert not (clone / ".template").exists()
+    # Names of older versions of the template are of no use in a clone.
+    assert "moved" not in (clone / NAME / "fit.py").read_text()
+    assert not (clone / NAME / "moved.py").exists()
     assert (clone / "unbroken").exists() == (form == "source")
     for name, text in texts(clone).items():
         if form == "wheel" and not name.startswith(("docs/", ".gitignore")):
