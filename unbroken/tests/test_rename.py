@@ -152,7 +152,10 @@ SAID = {
     "left_behind": ["CHANGELOG.md", "pictures/"],
     "words": {"my-runs": "NAME"},
     "texts": {"pyproject.toml": [["A template.", "A program."]]},
-    "library_as_wheel": {"pyproject.toml": [['path = "unbroken"', 'path = "WHEEL"']]},
+    "library_as_wheel": {
+        "pyproject.toml": [['path = "unbroken"', 'path = "WHEEL"']],
+        "docs/faq.md": [["./unbroken[all]", "./WHEEL[all]"]],
+    },
     "library_as_source": {},
 }
 SMALL = {
@@ -160,6 +163,7 @@ SMALL = {
     ".template/README.md": "# project\n[a](project/fit.py)[b](CHANGELOG.md)\n",
     "CHANGELOG.md": "news\n",
     "README.md": "Buy this.\n",
+    "docs/faq.md": 'pip install "./unbroken[all]"\n',
     "pictures/a.png": "\0project.fit",
     "pyproject.toml": '# A template.\nname = "project"\npath = "unbroken"\n',
     "requirements.lock": "torch==2.14.1 \\\n    --hash=sha256:00\n",
@@ -231,6 +235,7 @@ def test_a_clone_takes_the_library_along_as_a_wheel_locked_by_its_hash(
     wheel = "wheels/unbroken-1.2.0-py3-none-any.whl"
     assert after.keys() == {
         *("README.md", "pyproject.toml", "requirements.lock", wheel, "runs/a/last.ckpt"),
+        "docs/faq.md",
         *("digits/__init__.py", "digits/fit.py", "digits/data/__init__.py"),
     }
     assert after["digits/fit.py"] == b"from digits import data  # digits\n"
@@ -290,6 +295,7 @@ def test_an_update_replaces_the_wheel_and_says_what_has_changed(
     (wheel,) = (name for name in after if name.startswith("wheels/"))
     assert wheel == "wheels/unbroken-1.3.0-py3-none-any.whl"
     assert wheel in after["pyproject.toml"].decode()
+    assert after["docs/faq.md"].decode() == f'pip install "./{wheel}[all]"\n'
     locked = library.Wheel(Path(wheel).name, after[wheel]).locked
     assert after["requirements.lock"].decode() == SMALL["requirements.lock"] + locked
     # A wheel that somebody has built is taken as it is.

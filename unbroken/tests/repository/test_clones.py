@@ -86,11 +86,16 @@ def test_a_renamed_clone_has_no_leftovers_and_its_style(clone: Path, form: str) 
     assert leftovers(clone) == []
     assert dead_links(clone) == []
     assert not (clone / ".template").exists()
+    # Names of older versions of the template are of no use in a clone.
+    assert "moved" not in (clone / NAME / "fit.py").read_text()
+    assert not (clone / NAME / "moved.py").exists()
     assert (clone / "unbroken").exists() == (form == "source")
     for name, text in texts(clone).items():
         if form == "wheel" and not name.startswith(("docs/", ".gitignore")):
             # The library is a package as any other. Its files are nowhere here.
             assert not re.search(r"(?<![\w/])(?:\./)?unbroken/", text), name
+        if form == "wheel" and name != "docs/upgrade_a_clone.md":
+            assert "./unbroken" not in text, name
         if name.endswith(".py"):
             ast.parse(text)
     for words in (["check"], ["format", "--check"]):

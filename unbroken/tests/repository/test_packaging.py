@@ -329,6 +329,16 @@ def test_an_editable_install_points_at_the_clone(
         assert wheel.read(pointer).decode().strip() == str(above)
 
 
+def test_a_python_without_the_library_is_told_in_one_line() -> None:
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    # -S leaves out the installed packages.
+    command = [sys.executable, "-S", "-m", f"{PACKAGE}.fit"]
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: the library unbroken is not installed for {sys.executable}.")
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)
 def test_workflows_and_forms_are_read_and_actions_are_pinned_by_commit(path: Path) -> None:
     text = path.read_text()

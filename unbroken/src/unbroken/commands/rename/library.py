@@ -149,9 +149,11 @@ def with_wheel(files: Files, wheel: Wheel, before: Wheel | None) -> Files:
         del after[before.path]
         entry = rf"(\./)?{re.escape(before.path)} \\\n(    --hash=\S+( \\)?\n)+"
         lock = re.sub(entry, "", lock)
-        declared = after["pyproject.toml"].content.decode()
-        text = declared.replace(before.path, wheel.path)
-        after["pyproject.toml"] = after["pyproject.toml"].with_text(text)
+        # The wheel's path stands in pyproject.toml, and in the line of a page that installs it.
+        for name, file in after.items():
+            text = file.text()
+            if text is not None and before.path in text:
+                after[name] = file.with_text(text.replace(before.path, wheel.path))
     after[LOCK] = after[LOCK].with_text(lock + wheel.locked)
     after[wheel.path] = File(wheel.content)
     return after
