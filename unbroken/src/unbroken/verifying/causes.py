@@ -179,7 +179,7 @@ def _not_kept(wrong: list[Difference], undisturbed: Recording) -> list[Cause]:
         elif owner in owned:
             causes.append(Cause(text, lines_to_keep(owner, owned.pop(owner), known)))
         else:
-            causes.append(Cause(f"{text} The lines for {owner} above keep it.", []))
+            causes.append(Cause(f"{text} See what to write for {owner} above.", []))
     return causes
 
 
