@@ -342,7 +342,7 @@ def faults(folder: Path) -> dict[str, Fault]:
     OwnData.make_box = meters.Box
     HoldsAMeter.make_meter = meters.Meter
     Decaying.make_box = meters.Box
-    in_closure = with_module(draws(torch.Generator().manual_seed(1)), "self.noise.get_state()")
+    in_closure = with_module(draws(torch.Generator().manual_seed(1)), "as self.noise, and use that")
     in_closure.moved = DrawsFromItsOwn
     return {
         "object": with_module(HoldsAnObject, "each.numpy()"),

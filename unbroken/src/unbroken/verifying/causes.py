@@ -175,7 +175,7 @@ def _not_kept(wrong: list[Difference], undisturbed: Recording) -> list[Cause]:
         owner = _owner(root, group, known)
         text = _text_of_held(root, group, how)
         if owner is None:
-            causes.append(Cause(text, lines_to_hold(root, _labels(group), known)))
+            causes.append(Cause(text, lines_to_hold(root)))
         elif owner in owned:
             causes.append(Cause(text, lines_to_keep(owner, owned.pop(owner), known)))
         else:

@@ -86,8 +86,6 @@ class Known:
 
     def of(self, name: str) -> Facts | None:
         """The facts of a value; None: there is none of that name."""
-        # What a function holds in its closure is named so.
-        name = name.replace("()'s.", "()'s ")
         found = self._facts.get(name)
         if found is None and (name in self._names or f"len({name})" in self._names):
             return Facts(forms.BARE)
@@ -95,7 +93,6 @@ class Known:
 
     def is_at_start(self, name: str) -> bool:
         """Whether a run begins with it."""
-        name = name.replace("()'s.", "()'s ")
         return any(each in self._at_start for each in (name, f"len({name})", f"class of {name}"))
 
 
@@ -232,24 +229,17 @@ def lines_to_keep(owner: str, labels: list[str], known: Known) -> list[str]:
     return [*lines, head, *(f"{INDENT}{line}" for line in body)]
 
 
-def lines_to_hold(root: str, labels: list[str], known: Known) -> list[str]:
-    """What to write so that what lies in a closure, a class or a global variable is kept.
+def lines_to_hold(root: str) -> list[str]:
+    """What to do so that what lies in a closure, a class or a global variable is kept.
 
     Args:
         root: Its name, such as ``mine.COUNT`` or ``module.further()'s noise``.
-        labels: The names of what differs.
-        known: What the recording tells of them.
     """
-    root = root.replace("()'s ", "()'s.")
-    owner, _, name = root.rpartition(".")
-    renamed = [each.replace("()'s ", "()'s.") for each in labels]
-    found = what_to_keep(owner, renamed, known, is_lenient=False)
-    lines = [
-        f"# {name} lies in a closure, a class or a global variable: let the module hold it,",
-        f"# made in __init__ as self.{name}",
-        *lines_for_odd(found.odd),
+    name = re.split(r"[. ]", root)[-1]
+    return [
+        f"# {name} lies in a closure, a class or a global variable. Make it in the module's",
+        f"# __init__, as self.{name}, and use that: what a module holds is kept",
     ]
-    return [*lines, *_hooks("the module", found.kept, False)] if found.kept else lines
 
 
 def lines_for_rows(owner: str) -> list[str]:
