@@ -41,7 +41,6 @@ MOST_ENTRIES = 1000
 # The methods by which an object saves something.
 TAKING = ("state_dict", "on_save_checkpoint")
 GIVING_BACK = ("load_state_dict", "on_load_checkpoint")
-GET_AND_SET = ("get_state", "set_state")
 # What these packages' classes save is nothing of the user's.
 EMPTY_HOOKS_OF = ("lightning.",)
 # Lightning calls these after a checkpoint has been given back.
@@ -73,7 +72,6 @@ class Facts:
         state_names: Names that its ``state_dict`` reads.
         set_at_start: Attributes that its hooks of the start set.
         family: Whether it is a stream, a sampler or a dataset of rows; empty: none of them.
-        gets_state: Whether it gives its state by ``get_state`` and takes it by ``set_state``.
     """
 
     form: str
@@ -84,7 +82,6 @@ class Facts:
     state_names: tuple[str, ...] = ()
     set_at_start: tuple[str, ...] = ()
     family: str = ""
-    gets_state: bool = False
 
     @functools.cached_property
     def text(self) -> str:
@@ -173,7 +170,6 @@ def facts_of_class(kind: Any) -> Facts:
         state_names=() if is_module else _names_read_by(getattr(kind, "state_dict", None)),
         set_at_start=_set_by_hooks_of_the_start(kind),
         family=_family_of(kind),
-        gets_state=all(callable(getattr(kind, name, None)) for name in GET_AND_SET),
     )
 
 

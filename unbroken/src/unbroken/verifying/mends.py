@@ -21,9 +21,8 @@ TOKEN = re.compile(r"\.[A-Za-z_]\w*|\[(?:'[^'\\]*'|\"[^\"\\]*\"|-?\d+)\]")
 ROWS_OWNER = re.compile(r"(training|validation) data\[\d+\]\.\w+")
 PART_OWNER = re.compile(r"(?P<what>optimizers|schedules)\[(?P<place>\d+)\]")
 CALLBACK_OWNER = re.compile(r"callback (?P<kind>\w+)(?: (?P<number>\d+))?")
-# Objects that give their state, by two names of methods
-DECLARED = "state_dict"
-GETS_STATE = "get_state"
+# An object that gives its state by its state_dict
+DECLARED = "declared"
 # What a stream's or a sampler's state holds as it is; elsewhere only the first is.
 AS_THEY_ARE = (forms.BARE, forms.ARRAY, forms.QUEUE, forms.HELD_BY_ENGINE)
 # Characters of a line that is pasted
@@ -128,7 +127,7 @@ def what_to_keep(owner: str, labels: list[str], known: Known, is_lenient: bool) 
         _add(found, owner, label.removeprefix("class of "), known, is_lenient)
     found.kept = list(dict.fromkeys(found.kept))
     # What an object gives as its state need not be taken by name as well.
-    given = tuple(f"{each.path}." for each in found.kept if each.form in (DECLARED, GETS_STATE))
+    given = tuple(f"{each.path}." for each in found.kept if each.form == DECLARED)
     found.kept = [each for each in found.kept if not each.path.startswith(given)]
     return found
 
@@ -153,7 +152,8 @@ def _add(found: Found, owner: str, label: str, known: Known, is_lenient: bool) -
             form = DECLARED if is_read else facts.form
             found.kept.append(Kept(holder, token, form, is_late and not is_read))
             return
-        declaring = declaring or _declaring(facts, holder, token)
+        if facts.declares_state and declaring is None:
+            declaring = Kept(holder, token, DECLARED, False)
         if facts.form == forms.OBJECT and is_late:
             found.late_objects.append(path)
         holder = path
@@ -167,13 +167,6 @@ def _is_held(form: str, is_lenient: bool) -> bool:
     if form == forms.HELD_BY_ENGINE:
         return is_lenient
     return form not in (forms.OBJECT, forms.ODD)
-
-
-def _declaring(facts: Facts, holder: str, token: str) -> Kept | None:
-    """An object as a whole, if it gives its state."""
-    if facts.declares_state:
-        return Kept(holder, token, DECLARED, False)
-    return Kept(holder, token, GETS_STATE, False) if facts.gets_state else None
 
 
 def _reads(facts: Facts, further: list[str]) -> bool:
@@ -291,7 +284,8 @@ def _state_dicts(kept: list[Kept], is_super: bool, is_lenient: bool) -> list[str
 
 
 def _part(owner: str, kept: list[Kept]) -> list[str]:
-    name = re.sub(r"\W+", " ", owner).title().replace(" ", "")
+    words = re.findall(r"\w+", owner)
+    name = "".join(word[:1].upper() + word[1:] for word in words)
     held = f"{INDENT}held = {_found_by_trainer(owner)}"
     body = [
         f'name = "kept of {owner}"',
@@ -395,7 +389,6 @@ def _taken(value: str, form: str, is_lenient: bool) -> str:
         forms.NUMPY_GENERATOR: f"{value}.bit_generator.state",
         forms.PYTHON_GENERATOR: f"{value}.getstate()",
         DECLARED: f"{value}.state_dict()",
-        GETS_STATE: f"{value}.get_state()",
     }
     return ways.get(form, value)
 
@@ -411,7 +404,6 @@ def _given(value: str, form: str, saved: str, is_lenient: bool) -> list[str]:
         forms.NUMPY_GENERATOR: [f"{value}.bit_generator.state = {saved}"],
         forms.PYTHON_GENERATOR: [f"{value}.setstate({saved})"],
         DECLARED: [f"{value}.load_state_dict({saved})"],
-        GETS_STATE: [f"{value}.set_state({saved})"],
     }
     return ways.get(form, [f"{value} = {saved}"])
 
