@@ -69,7 +69,7 @@ class Facts:
         is_users: Whether that class is the user's own.
         own_hooks: Which of :data:`TAKING` and :data:`GIVING_BACK` the class itself defines.
         all_hooks: Those that it or a class below it defines, but for empty ones.
-        state_names: Names that its ``state_dict`` reads.
+        state_names: Names that its :data:`TAKING` methods read, but for those of every module.
         set_at_start: Attributes that its hooks of the start set.
         family: Whether it is a stream, a sampler or a dataset of rows; empty: none of them.
     """
@@ -160,14 +160,13 @@ def facts_of_object(value: Any) -> Facts:
 def facts_of_class(kind: Any) -> Facts:
     """The facts of all objects of a class."""
     hooks = (*TAKING, *GIVING_BACK)
-    is_module = issubclass(kind, nn.Module)
     return Facts(
         form=OBJECT,
         kind=kind.__name__,
         is_users=is_users_own(kind),
         own_hooks=tuple(name for name in hooks if name in vars(kind)),
         all_hooks=tuple(name for name in hooks if _is_defined(kind, name)),
-        state_names=() if is_module else _names_read_by(getattr(kind, "state_dict", None)),
+        state_names=_names_saved_by(kind),
         set_at_start=_set_by_hooks_of_the_start(kind),
         family=_family_of(kind),
     )
@@ -180,10 +179,15 @@ def _is_defined(kind: type, hook: str) -> bool:
     return False
 
 
-def _names_read_by(function: Any) -> tuple[str, ...]:
-    if not isinstance(function, FunctionType):
-        return ()
-    return tuple(function.__code__.co_names)
+def _names_saved_by(kind: type) -> tuple[str, ...]:
+    left_out = (*EMPTY_HOOKS_OF, "torch.") if issubclass(kind, nn.Module) else EMPTY_HOOKS_OF
+    found: set[str] = set()
+    for hook in TAKING:
+        function = getattr(kind, hook, None)
+        is_empty = (getattr(function, "__module__", None) or "").startswith(left_out)
+        if isinstance(function, FunctionType) and not is_empty:
+            found.update(function.__code__.co_names)
+    return tuple(sorted(found))
 
 
 def _set_by_hooks_of_the_start(kind: type) -> tuple[str, ...]:

@@ -195,31 +195,46 @@ def lines_to_keep(owner: str, labels: list[str], known: Known) -> list[str]:
         return lines_for_rows(owner)
     is_in_order = of_owner.family in (forms.STREAM, forms.SAMPLER)
     found = what_to_keep(owner, labels, known, is_in_order)
+    saved_already = [each for each in found.kept if _is_saved_by(of_owner, each)]
+    kept = [each for each in found.kept if each not in saved_already]
     lines = [line for each in dict.fromkeys(found.rows) for line in lines_for_rows(each)]
     lines += lines_for_odd(found.odd)
+    for each in saved_already:
+        lines.append(f"# {of_owner.kind} saves {each.key} already: see whether it takes it back,")
+        lines.append("# and whether something sets it again before the first batch")
     if not found.kept:
-        return lines + [
-            f"# only a resumed run has {each}: find what makes it" for each in found.new
-        ]
+        lines += [f"# only a resumed run has {each}: find what makes it" for each in found.new]
+    if not kept:
+        return lines
     for path in dict.fromkeys(found.late_objects):
         lines.append(f"# make self{path} in __init__, so that it is there to get its values")
-    first_names = {re.split(r"[.\[]", each.key)[0] for each in found.kept}
+    first_names = {re.split(r"[.\[]", each.key)[0] for each in kept}
     is_set_again = bool(first_names & set(of_owner.set_at_start))
     if not is_in_order and (is_set_again or not of_owner.is_users):
-        return [*lines, *_part(owner, found.kept)]
-    hooks = ("state_dict", "load_state_dict")
+        return [*lines, *_part(owner, kept)]
+    return [*lines, *_methods(owner, of_owner, kept, is_in_order)]
+
+
+def _methods(owner: str, of_owner: Facts, kept: list[Kept], is_lenient: bool) -> list[str]:
+    """Methods for the owner's class, or a subclass with them."""
+    hooks = {"state_dict", "load_state_dict"}
     if owner == "module":
-        hooks = ("on_save_checkpoint", "on_load_checkpoint")
-    is_subclass = bool(set(hooks) & set(of_owner.own_hooks)) or not of_owner.is_users
-    is_super = bool(set(hooks) & set(of_owner.all_hooks))
+        hooks = {"on_save_checkpoint", "on_load_checkpoint"}
+    is_super = bool(hooks & set(of_owner.all_hooks))
     if owner == "module":
-        body = _hooks(of_owner.kind, found.kept, is_super)
+        body = _hooks(of_owner.kind, kept, is_super)
     else:
-        body = _state_dicts(found.kept, is_super, is_in_order)
-    if not is_subclass:
-        return [*lines, *body]
+        body = _state_dicts(kept, is_super, is_lenient)
+    if of_owner.is_users and not hooks & set(of_owner.own_hooks):
+        return body
     head = f"class {of_owner.kind}Kept({of_owner.kind}):  # in place of {of_owner.kind}"
-    return [*lines, head, *(f"{INDENT}{line}" for line in body)]
+    return [head, *(f"{INDENT}{line}" for line in body)]
+
+
+def _is_saved_by(owner: Facts, each: Kept) -> bool:
+    """Whether an owner saves an attribute of its own, and no hook of the start sets it again."""
+    is_own = not each.holder and each.form != DECLARED
+    return is_own and each.key in set(owner.state_names) - set(owner.set_at_start)
 
 
 def lines_to_hold(root: str) -> list[str]:
