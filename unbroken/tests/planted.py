@@ -85,6 +85,14 @@ class Objects(Plain):
         return self.weigh(0.01 * len(self.seen))
 
 
+class Unread(Objects):
+    """The same, and nothing depends on it."""
+
+    def further(self, batch: Batch) -> Any:
+        self.seen.add(object())
+        return 0.0
+
+
 def module_with_closure() -> LightningModule:
     """A generator of random numbers that a function keeps."""
     noise = torch.Generator().manual_seed(1)
@@ -306,6 +314,20 @@ class Averages(Callback):
     ) -> None:
         self.losses.append(float(outputs["loss"]))
         pl_module.log("mean_loss", sum(self.losses) / len(self.losses))
+
+
+class Patience(Callback):
+    """Counts how long it has waited, and would stop after a thousand batches."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.waited += 1
+        if self.waited > 1000:
+            trainer.should_stop = True
 
 
 @dataclass

@@ -4,7 +4,9 @@ is not, what to write.
 
 from __future__ import annotations
 
+import ast
 import re
+import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch
 from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.tensors.bits import tensors_and_plain
-from unbroken.testing import assert_resumes_exactly
+from unbroken.testing import NotRestoredWarning, assert_resumes_exactly
 from unbroken.verifying.digests import of_plain, of_tensor
 from unbroken.verifying.held_values import HeldValues
 from unbroken.verifying.kills import ACCUMULATED, EDGE, INSIDE, VALIDATION, choose
@@ -22,7 +24,8 @@ from unbroken.verifying.operations import Operation, Operations, first_differenc
 from unbroken.verifying.trial import Start
 
 from tests.commands import TINY, run
-from tests.planted import PLANTED, Averages, Objects, Plain, Unseeded, table
+from tests.pasted import blocks_of
+from tests.planted import PLANTED, Averages, Objects, Patience, Plain, Unseeded, table
 
 STEPS = 12
 
@@ -53,6 +56,15 @@ def test_what_is_not_kept_is_named_with_the_lines_that_mend_it() -> None:
     names: dict[str, Any] = {"Averages": Averages}
     exec("class Mended(Averages):\n" + body[1], names)
     assert_resumes_exactly(Plain, steps=STEPS, trainer={"callbacks": [names["Mended"]()]})
+
+
+def test_an_attribute_that_changes_no_result_is_named_in_a_warning() -> None:
+    with pytest.warns(NotRestoredWarning) as warned:
+        assert_resumes_exactly(Plain, steps=STEPS, trainer={"callbacks": [Patience()]})
+    text = str(warned[0].message)
+    assert text.startswith("exact in its results, but not in callback Patience.waited: killed 2")
+    assert "changed nothing in these 12 steps" in text
+    assert 'return {"waited": self.waited}' in text
 
 
 def test_two_undisturbed_runs_that_differ_are_said_first() -> None:
@@ -167,6 +179,21 @@ def test_a_planted_fault_is_found_and_its_cause_named(name: str, workplace: Path
         assert_resumes_exactly(planted.make, steps=18, trainer=planted.trainer)
     for words in planted.says:
         assert words in str(error.value)
+    for block in blocks_of(str(error.value)):
+        if not block.startswith("--"):
+            # Methods of a class, or classes
+            ast.parse(f"class Any:\n    ...\n{textwrap.indent(block, '    ')}")
+
+
+@pytest.mark.nightly
+def test_the_command_ends_with_0_and_names_an_attribute_that_changes_no_result(
+    workplace: Path,
+) -> None:
+    flags = ["--model", "tests.planted.Unread", "--data", "null", "--accelerator", "cpu"]
+    done = run("verify", *flags, "--steps", "9", "--kills", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("exact in its results, but not in module.seen: ")
+    assert "1. module.seen changes in training and is not kept" in done.stdout
 
 
 @pytest.mark.nightly

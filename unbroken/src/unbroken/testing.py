@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from unbroken.checkpoint.exact_checkpoint import ExactCheckpoint
+from unbroken.parts.part import Part
 from unbroken.verifying.trial import SAVE_EVERY, Start, Trial
 from unbroken.verifying.verdict import judge
 
@@ -26,6 +27,14 @@ SEED = 42
 EPOCHS = 3
 # Batches of a validation and of the test.
 FEW_BATCHES = 3
+
+
+class NotRestoredWarning(UserWarning):
+    """An attribute is another one after a resume, and has changed no result of a short training.
+
+    A counter of patience is one, before the patience is at its end. Let a test fail at it by
+    ``pytest -W error::unbroken.testing.NotRestoredWarning``.
+    """
 
 
 def assert_resumes_exactly(
@@ -36,6 +45,7 @@ def assert_resumes_exactly(
     kills: int = 2,
     trainer: Mapping[str, Any] | None = None,
     seed: int = 0,
+    parts: Sequence[Part] = (),
 ) -> None:
     """Train four times or so, in processes of their own, and compare: twice undisturbed, and once
     killed (SIGKILL) and resumed.
@@ -53,10 +63,14 @@ def assert_resumes_exactly(
         trainer: Arguments of the Trainer, such as ``{"accumulate_grad_batches": 2}``. Callbacks in
             it take part.
         seed: Chooses where the run is killed.
+        parts: Those of ``ExactCheckpoint(..., parts=[...])``.
 
     Raises:
-        AssertionError: A run failed, or the killed run differs. The text is a table: what differs,
-            from which step, how much; then why, and what to write.
+        AssertionError: A run failed, or a result of the killed run differs. The text is a table:
+            what differs, from which step, how much; then why, and what to write.
+
+    Warns:
+        NotRestoredWarning: All results are the same, and an attribute is not.
     """
     if steps < 6:
         raise ValueError(
@@ -64,13 +78,15 @@ def assert_resumes_exactly(
         )
     if kills < 1:
         raise ValueError(f"kills must be at least 1, got {kills}")
-    training = Training(make_module, make_data, steps, dict(trainer or {}))
+    training = Training(make_module, make_data, steps, dict(trainer or {}), parts)
     with tempfile.TemporaryDirectory(prefix="resumes-", ignore_cleanup_errors=True) as folder:
         trial = Trial(training, Path(folder), kills, seed)
         trial.run()
         verdict = judge(trial)
     if not verdict.is_exact:
         raise AssertionError(verdict.text)
+    if not verdict.is_silent:
+        warnings.warn(verdict.text, NotRestoredWarning, stacklevel=2)
 
 
 class Training:
@@ -82,11 +98,13 @@ class Training:
         make_data: Callable[[], Any],
         steps: int,
         flags: dict[str, Any],
+        parts: Sequence[Part] = (),
     ) -> None:
         self.make_module = make_module
         self.make_data = make_data
         self.steps = steps
         self.flags = flags
+        self.parts = parts
 
     def __call__(self, start: Start) -> int:
         """Train as a start says; returns the exit code."""
@@ -97,7 +115,7 @@ class Training:
         seed_everything(SEED, verbose=False)
         module = self.make_module()
         data = self.make_data()
-        keep = ExactCheckpoint(start.run_folder, every=SAVE_EVERY)
+        keep = ExactCheckpoint(start.run_folder, every=SAVE_EVERY, parts=self.parts)
         trainer = Trainer(**self._flags(start, keep))
         given = {"datamodule": data}
         if not isinstance(data, LightningDataModule):

@@ -7,23 +7,21 @@ from dataclasses import dataclass
 
 from unbroken.verifying import recorder as kinds
 from unbroken.verifying.differences import Comparison, Difference, same_samples, that_matter
+from unbroken.verifying.digests import Entry
+from unbroken.verifying.facts import facts_from
+from unbroken.verifying.mends import Known, lines_to_hold, lines_to_keep, owner_of_label
 from unbroken.verifying.recordings import Moment, Recording
 
 # The owner of a value, and the attribute of it that holds the value
 OWNED = re.compile(
-    r"(?P<owner>module|data|callback \w+( \d+)?|optimizers\[\d+\]|schedules\[\d+\] \w+"
-    r"|\w+ data\[\d+\]\.\w+)(?P<attribute>\.\w+|\['\w+'\])?"
+    r"(?P<owner>callback \w+\.state_dict\(\)|module|data|callback \w+( \d+)?|optimizers\[\d+\]"
+    r"|schedules\[\d+\] \w+|\w+ data\[\d+\]\.\w+)(?P<attribute>\.\w+)?"
 )
 # Names that are told of a group of values.
 FEW = 3
 OF_CLASS = "class of "
-KEEPS_STATE = " with state_dict"
 # What is told of a run, and nothing that it trains on.
 REPORTED = {kinds.LOGGED, kinds.BEST, kinds.TEST}
-
-PLAIN_ALONE = (
-    "# numbers, texts, tensors, and lists and dictionaries of these: a file holds nothing else"
-)
 
 
 @dataclass
@@ -58,7 +56,8 @@ def causes_of(undisturbed: Recording, resumed: Recording, comparison: Comparison
     found += _rates(wrong)
     found += _optimizer(wrong, undisturbed)
     found += _weights(wrong, undisturbed, is_at_resume=bool(at_resume))
-    found += growth(undisturbed) if at_resume else []
+    trained = [each for each in wrong if each.kind in (kinds.WEIGHTS, kinds.OPTIMIZER)]
+    found += growth(undisturbed) if at_resume and trained else []
     is_only_reported = {each.kind for each in differences} <= REPORTED
     if not found and is_only_reported:
         found = _logged(wrong)
@@ -144,7 +143,7 @@ def growth(recording: Recording) -> list[Cause]:
     text = f"it changes its shape in training: {_listed(found)}."
     mend = [
         "def on_load_checkpoint(self, checkpoint):",
-        "    # make here what training has added, before its weights are loaded",
+        "    ...  # make here what training has added, before its weights are loaded",
     ]
     return [Cause(text, mend)]
 
@@ -154,138 +153,72 @@ def _not_kept(wrong: list[Difference], undisturbed: Recording) -> list[Cause]:
     for each in wrong:
         if each.kind == kinds.HELD:
             groups.setdefault(_root(each.label), []).append(each)
+    known = _known(wrong, undisturbed)
     found = []
     for root, group in groups.items():
         begins_anew = any(_is_fresh(each, undisturbed) for each in group)
         # An attribute is likelier than a global variable, which a library may keep for itself.
-        is_global = OWNED.match(root) is None
-        cause = _cause_of_held(root, group, undisturbed, begins_anew)
+        is_global = _owner(root, group, known) is None
         # One that is soon what it was is likely filled when it is first needed.
         is_brief = not any(each.lasts for each in group)
-        found.append((is_brief, not begins_anew, is_global, cause))
-    found.sort(key=lambda each: each[:3])
-    return [each[3] for each in found]
+        found.append(((is_brief, not begins_anew, is_global), root, group))
+    found.sort(key=lambda each: each[0])
+    # Methods of one class are written once, for all that it holds.
+    owned: dict[str, list[str]] = {}
+    for _, root, group in found:
+        owner = _owner(root, group, known)
+        if owner is not None:
+            owned.setdefault(owner, []).extend(_labels(group))
+    causes = []
+    for (_, is_another, _), root, group in found:
+        how = "is another one after a resume" if is_another else "begins anew after a resume"
+        owner = _owner(root, group, known)
+        text = _text_of_held(root, group, how)
+        if owner is None:
+            causes.append(Cause(text, lines_to_hold(root)))
+        elif owner in owned:
+            causes.append(Cause(text, lines_to_keep(owner, owned.pop(owner), known)))
+        else:
+            causes.append(Cause(f"{text} See what to write for {owner} above.", []))
+    return causes
 
 
-def _cause_of_held(
-    root: str, group: list[Difference], undisturbed: Recording, begins_anew: bool
-) -> Cause:
-    first = group[0]
-    names = root if len(group) == 1 and group[0].label == root else _listed(_labels(group))
-    how = "begins anew after a resume" if begins_anew else "is another one after a resume"
-    text = f"{root} changes in training and is not kept: it {how} ({names}: {_two(first)})."
-    declared = _declares_state(root, group, undisturbed)
-    if declared is not None:
-        return Cause(text, lines_for(declared, group, KEEPS_STATE))
-    return Cause(text, lines_for(root, group, _class_of(root, first.moment, undisturbed)))
-
-
-def _declares_state(root: str, group: list[Difference], undisturbed: Recording) -> str | None:
-    """The object below an attribute that has a state_dict and holds what differs, such as
-    ``module.engine.accountant``; None where there is none.
-    """
-    first = group[0]
-    paths = []
-    for name, entry in undisturbed.rows[first.moment].values.items():
-        path = name.removeprefix(f"{kinds.HELD}:{OF_CLASS}")
-        is_below = path != name and path.startswith(root)
-        if is_below and entry.shown.endswith(KEEPS_STATE) and re.fullmatch(r"[\w.]+", path):
-            paths.append(path)
-    holds = [path for path in paths if any(_is_in(each.label, path) for each in group)]
-    return min(holds, key=len, default=None)
-
-
-def _is_in(label: str, path: str) -> bool:
-    return label.removeprefix("len(").startswith(f"{path}.")
-
-
-def lines_for(root: str, group: list[Difference], kind: str) -> list[str]:
-    """What to write so that a value is kept.
-
-    Args:
-        root: The attribute that holds it, such as ``module.queue``.
-        group: Its differences.
-        kind: The class of the object that the attribute is, or an empty text.
-    """
+def _owner(root: str, group: list[Difference], known: Known) -> str | None:
+    """The object whose state a group of values belongs to; None: that of a closure or a global."""
     match = OWNED.match(root)
-    owner = match["owner"] if match else ""
-    attribute = (match["attribute"] or "").strip(".[]'") if match else ""
-    if match and kind == KEEPS_STATE:
-        # The object that declares its state may lie deeper.
-        attribute = root.removeprefix(f"{owner}.")
-    shown = group[0].one.shown if group[0].one else ""
-    if "()'s " in root or not match:
-        name = root.rpartition("'s ")[2].rpartition(".")[2]
-        return [
-            f"# {name} lies in a closure, a class or a global variable: let the module hold it, as",
-            f"self.{name} = ...",
-            *_saved(name, "", "generator" in shown),
-        ]
-    if owner.endswith((".dataset", ".collate_fn", ".sampler", ".batch_sampler")):
-        return [
-            "# let a sample be a function of its index alone; give a stream these two methods",
-            "def state_dict(self):",
-            f"    return {{{attribute!r}: self.{attribute}}}",
-            "def load_state_dict(self, state):",
-            f"    self.{attribute} = state[{attribute!r}]",
-        ]
-    if owner.startswith("optimizers"):
-        return [
-            "# in the optimizer: keep it in self.state[weight], which its state_dict() holds, or",
-            "def state_dict(self):",
-            f"    return {{**super().state_dict(), {attribute!r}: self.{attribute}}}",
-            "def load_state_dict(self, state):",
-            f"    self.{attribute} = state.pop({attribute!r})",
-            "    super().load_state_dict(state)",
-        ]
-    is_tensor = re.match(r"(float|bfloat|int|uint|bool|complex)\d* \(", shown) is not None
-    if owner == "module" and is_tensor and group[0].label == root:
-        return [f'self.register_buffer("{attribute}", self.{attribute})  # in __init__']
-    if owner.startswith("callback ") or owner == "data":
-        return _state_dict_lines(attribute, kind, "generator" in shown)
-    if owner == "module":
-        return _saved(attribute, kind, "generator" in shown)
-    return _part(root)
+    if match is None or "()'s " in root:
+        return None
+    return owner_of_label(_bare_label(group[0].label), match["owner"], known)
 
 
-def _saved(name: str, kind: str, is_generator: bool) -> list[str]:
-    take, give = _take_and_give(name, kind, is_generator, f'checkpoint["{name}"]')
+def _known(wrong: list[Difference], undisturbed: Recording) -> Known:
+    """What the undisturbed run tells of values when something differs."""
+    facts = {}
+    names: set[str] = set()
+    for moment in {each.moment for each in wrong}:
+        for name, entry in undisturbed.rows[moment].values.items():
+            kind, _, label = name.partition(":")
+            if kind == kinds.FACTS:
+                facts[label] = facts_from(entry.shown)
+            elif kind == kinds.HELD:
+                names.add(label)
+    start = _first_of_training(undisturbed)
+    return Known(facts, names, {name.partition(":")[2] for name in start})
+
+
+def _text_of_held(root: str, group: list[Difference], how: str) -> str:
+    first = group[0]
+    names = root if len(group) == 1 and first.label == root else _listed(_labels(group))
+    return f"{root} changes in training and is not kept: it {how} ({names}: {_two(first)})."
+
+
+def _skeleton_of_a_part(what: str) -> list[str]:
     return [
-        PLAIN_ALONE,
-        "def on_save_checkpoint(self, checkpoint):",
-        f'    checkpoint["{name}"] = {take}',
-        "def on_load_checkpoint(self, checkpoint):",
-        f"    {give}",
-    ]
-
-
-def _state_dict_lines(name: str, kind: str, is_generator: bool) -> list[str]:
-    take, give = _take_and_give(name, kind, is_generator, f'state["{name}"]')
-    return [
-        PLAIN_ALONE,
-        "def state_dict(self):",
-        f'    return {{"{name}": {take}}}',
-        "def load_state_dict(self, state):",
-        f"    {give}",
-    ]
-
-
-def _take_and_give(name: str, kind: str, is_generator: bool, saved: str) -> tuple[str, str]:
-    if is_generator:
-        return f"self.{name}.get_state()", f"self.{name}.set_state({saved})"
-    if kind.endswith(KEEPS_STATE):
-        return f"self.{name}.state_dict()", f"self.{name}.load_state_dict({saved})"
-    if kind:
-        return f"vars(self.{name})", f"vars(self.{name}).update({saved})"
-    return f"self.{name}", f"self.{name} = {saved}"
-
-
-def _part(root: str) -> list[str]:
-    return [
-        "class Kept(unbroken.Part):  # ExactCheckpoint(..., parts=[Kept()])",
+        "from unbroken import Part",
+        "class Kept(Part):  # ExactCheckpoint(..., parts=[Kept()])",
         '    name = "kept"',
         "    def take(self, trainer):",
-        f"        return ...  # what {root} holds, as plain values",
+        f"        return ...  # what {what} holds, as numbers, texts and tensors",
         "    def give_back(self, trainer, value):",
         "        ...",
     ]
@@ -350,12 +283,8 @@ def _weights(wrong: list[Difference], undisturbed: Recording, is_at_resume: bool
     if not found or not is_at_resume:
         return []
     names = _labels(found)
-    lines = []
-    for name in names[:FEW]:
-        last = name.rpartition(".")[2]
-        lines.append(f'self.register_buffer("{last}", ..., persistent=True)  # {name}, if a buffer')
     text = f"weights or buffers are not restored: {_listed(names)}."
-    return [Cause(text, lines)]
+    return [Cause(text, ["# if it is a buffer: register_buffer(..., persistent=True)"])]
 
 
 def _logged(wrong: list[Difference]) -> list[Cause]:
@@ -382,7 +311,7 @@ def _not_seen(undisturbed: Recording) -> list[Cause]:
         "everything that can be seen was restored, and the run differs later: there is a state that"
         f" cannot be seen: in C++ code, a worker process, a file or a library.{held}"
     )
-    return [Cause(text, _part("it"))]
+    return [Cause(text, _skeleton_of_a_part("it"))]
 
 
 def _other_batches(comparison: Comparison) -> Cause:
@@ -400,12 +329,17 @@ def _other_batches(comparison: Comparison) -> Cause:
 
 
 def _root(label: str) -> str:
-    label = label.removeprefix(OF_CLASS)
-    label = label.removeprefix("len(").removesuffix(")") if label.startswith("len(") else label
+    label = _bare_label(label)
     match = OWNED.match(label)
     if match is None or "()'s " in label:
         return re.split(r"[\[]", label)[0] if "()'s " not in label else label.partition("[")[0]
     return match[0]
+
+
+def _bare_label(label: str) -> str:
+    """The name of the value that a label says something of."""
+    label = label.removeprefix(OF_CLASS)
+    return label.removeprefix("len(").removesuffix(")") if label.startswith("len(") else label
 
 
 def _labels(group: list[Difference]) -> list[str]:
@@ -427,18 +361,18 @@ def _two(each: Difference, word: str = "resumed") -> str:
 
 def _is_fresh(each: Difference, undisturbed: Recording) -> bool:
     """Whether the resumed run has the value with which a run begins."""
-    row = next((row for at, row in undisturbed.rows.items() if at[1] == "train"), None)
-    if row is None:
-        return False
-    fresh = row.values.get(each.name)
+    fresh = _first_of_training(undisturbed).get(each.name)
     if each.other is None or fresh is None:
         return each.other is None and fresh is None
     return fresh.digest == each.other.digest
 
 
-def _class_of(root: str, moment: Moment, undisturbed: Recording) -> str:
-    entry = undisturbed.rows[moment].values.get(f"{kinds.HELD}:{OF_CLASS}{root}")
-    return "" if entry is None else entry.shown
+def _first_of_training(undisturbed: Recording) -> dict[str, Entry]:
+    """The values with which a run begins."""
+    for moment, row in undisturbed.rows.items():
+        if moment[1] == "train":
+            return row.values
+    return {}
 
 
 def _shape(shown: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unbroken.verifying.digests import Entry
-from unbroken.verifying.recorder import HELD, LOGGED, OPAQUE, SAMPLES
+from unbroken.verifying.recorder import HELD, LOGGED, NOT_COMPARED, SAMPLES
 from unbroken.verifying.recordings import Moment, Recording
 
 
@@ -69,7 +69,7 @@ def compare(one: Recording, other: Recording, left_out: frozenset[str] = frozens
         if twin is None:
             continue
         for name in {**row.values, **twin.values}:
-            if name in left_out or name.startswith(f"{OPAQUE}:"):
+            if name in left_out or name.startswith(NOT_COMPARED):
                 continue
             compared += 1
             ours = row.values.get(name)

@@ -26,6 +26,7 @@ from torch.optim import SGD, Optimizer
 from torchmetrics import Metric
 from unbroken.lightning_internals import version_of
 from unbroken.verifying.digests import Entry, of_array, of_pickle, of_plain, of_tensor, sampled
+from unbroken.verifying.facts import BARE, Facts, facts_of_object, facts_of_value
 
 # Values that a run ends with, however much its objects hold.
 MOST_VALUES = 20_000
@@ -58,10 +59,12 @@ class HeldValues:
 
     Attributes:
         opaque: Name → class of objects that cannot be looked into.
+        facts: Name → what matters to whoever wants to keep the value; of bare ones nothing.
     """
 
     def __init__(self) -> None:
         self.opaque: dict[str, str] = {}
+        self.facts: dict[str, Facts] = {}
         self._large: dict[str, tuple[Any, Entry]] = {}
         self._found: dict[str, Entry] = {}
         # Id → object: an id is another object's as soon as its own is gone.
@@ -80,6 +83,7 @@ class HeldValues:
         self._seen = {id(each): each for each in known}
         self._names = {}
         self.opaque = {}
+        self.facts = {}
         for name, root in roots.items():
             self._visit(name, root, 0)
         return self._found
@@ -89,14 +93,17 @@ class HeldValues:
             return
         if isinstance(value, PLAIN):
             self._found[path] = of_plain(value)
+            self._note_form(path, value)
             return
         if isinstance(value, ModuleType | BuiltinFunctionType):
             return
         if id(value) in self._seen:
             # A resumed run may have two objects in the place of one that has two names.
-            entry = self._found.get(self._names.get(id(value), ""))
-            if entry is not None:
-                self._found[path] = entry
+            first = self._names.get(id(value), "")
+            if first in self._found:
+                self._found[path] = self._found[first]
+            if first in self.facts:
+                self.facts[path] = self.facts[first]
             return
         self._seen[id(value)] = value
         self._names[id(value)] = path
@@ -109,14 +116,22 @@ class HeldValues:
         leaf = self._leaf(path, value)
         if leaf is not None:
             self._found[path] = leaf
+            self._note_form(path, value)
         elif isinstance(value, ROWS):
+            self._note_form(path, value)
             self._visit_rows(path, list(value), depth)
         elif isinstance(value, Mapping):
+            self._note_form(path, value)
             self._visit_mapping(path, value, depth)
         elif isinstance(value, type):
             self._visit_class(path, value, depth)
         elif not type(value).__module__.startswith(MACHINERY) or isinstance(value, nn.Module):
             self._visit_object(path, value, depth)
+
+    def _note_form(self, path: str, value: Any) -> None:
+        found = facts_of_value(value)
+        if found.form != BARE:
+            self.facts[path] = found
 
     def _leaf(self, path: str, value: Any) -> Entry | None:
         """The entry of a value that is compared as a whole; None for any other."""
@@ -175,9 +190,12 @@ class HeldValues:
             if not is_users(base):
                 continue
             for name, value in vars(base).items():
+                shown = f"{path}.{name}"
                 is_hidden = name.startswith("__") or isinstance(value, property)
-                if not is_hidden:
-                    self._visit(f"{path}.{name}", _unwrapped(value), depth + 1)
+                # An object's own attribute stands before its class's.
+                is_own = shown in self._found or f"len({shown})" in self._found
+                if not is_hidden and not is_own:
+                    self._visit(shown, _unwrapped(value), depth + 1)
 
     def _visit_object(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, functools.partial):
@@ -199,6 +217,7 @@ class HeldValues:
         kind = type(value).__qualname__
         keeps = " with state_dict" if has_state_dict(value) else ""
         self._found[f"class of {path}"] = Entry(kind, f"{kind}{keeps}")
+        self.facts[path] = facts_of_object(value)
         for name, each in attributes_of(value):
             is_known = True
             self._visit(f"{path}.{name}", each, depth + 1)
@@ -220,6 +239,7 @@ class HeldValues:
     def _visit_optimizer(self, path: str, optimizer: Optimizer, depth: int) -> None:
         kind = type(optimizer).__qualname__
         self._found[f"class of {path}"] = Entry(kind, f"{kind} with state_dict")
+        self.facts[path] = facts_of_object(optimizer)
         for name, value in vars(optimizer).items():
             if name not in OF_EVERY_OPTIMIZER:
                 self._visit(f"{path}.{name}", value, depth + 1)

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from unbroken.verifying.digests import Entry, digest_of, of_plain, of_tensor
+from unbroken.verifying.facts import facts_of_object
 from unbroken.verifying.held_values import OF_EVERY_OPTIMIZER, HeldValues
 from unbroken.verifying.operations import Operations, write_operations
 
@@ -35,7 +36,10 @@ LOGGED = "logged"
 BEST = "best"
 TEST = "test"
 OPAQUE = "opaque"
-OF_A_STATE = tuple(f"{kind}:" for kind in (RANDOM, HELD, RATE, OPTIMIZER, WEIGHTS, OPAQUE))
+FACTS = "facts"
+# What is told of values, and is none.
+NOT_COMPARED = (f"{OPAQUE}:", f"{FACTS}:")
+OF_A_STATE = tuple(f"{kind}:" for kind in (RANDOM, HELD, RATE, OPTIMIZER, WEIGHTS, OPAQUE, FACTS))
 
 
 class Recorder(Callback):
@@ -163,6 +167,11 @@ class Recorder(Callback):
             values[f"{HELD}:{name.replace(str(self._folder), '…')}"] = entry
         for name, kind in self._held.opaque.items():
             values[f"{OPAQUE}:{name}"] = Entry("opaque", kind)
+        facts = dict(self._held.facts)
+        for number, optimizer in enumerate(optimizers):
+            facts[f"optimizers[{number}]"] = facts_of_object(optimizer)
+        for name, each in facts.items():
+            values[f"{FACTS}:{name}"] = Entry("facts", each.text)
         return values
 
     def _write(self, moment: list[Any], trainer: Trainer, values: dict[str, Entry]) -> None:
@@ -293,6 +302,13 @@ def roots_of(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, A
     data = trainer.datamodule  # type: ignore[attr-defined]
     if data is not None:
         yield "data", data
+    yield from _callbacks(trainer)
+    yield from _optimizers_and_schedules(trainer)
+    yield from _loaders("training", trainer.train_dataloader)
+    yield from _loaders("validation", trainer.val_dataloaders)
+
+
+def _callbacks(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     of_class: Counter[str] = Counter()
     for callback in everyone:
@@ -305,22 +321,19 @@ def roots_of(trainer: Trainer, module: LightningModule) -> Iterator[tuple[str, A
             yield f"{name}.state_dict()", callback.state_dict()
         elif not place.startswith("unbroken."):
             yield name, callback
+
+
+def _optimizers_and_schedules(trainer: Trainer) -> Iterator[tuple[str, Any]]:
     for number, optimizer in enumerate(trainer.optimizers):
-        own = unwrapped(optimizer)
-        yield f"optimizers[{number}]", _further(own)
+        for name, value in vars(unwrapped(optimizer)).items():
+            # What an optimizer of the user's own holds beside state and groups
+            if name not in OF_EVERY_OPTIMIZER:
+                yield f"optimizers[{number}].{name}", value
     for number, config in enumerate(trainer.lr_scheduler_configs):
         schedule = config.scheduler
-        held = {name: value for name, value in vars(schedule).items() if name != "optimizer"}
-        yield f"schedules[{number}] {type(schedule).__name__}", held
-    yield from _loaders("training", trainer.train_dataloader)
-    yield from _loaders("validation", trainer.val_dataloaders)
-
-
-def _further(optimizer: Any) -> dict[str, Any]:
-    """What an optimizer of the user's own holds beside state and groups."""
-    return {
-        name: value for name, value in vars(optimizer).items() if name not in OF_EVERY_OPTIMIZER
-    }
+        for name, value in vars(schedule).items():
+            if name != "optimizer":
+                yield f"schedules[{number}] {type(schedule).__name__}.{name}", value
 
 
 def _loaders(kind: str, loaders: Any) -> Iterator[tuple[str, Any]]:

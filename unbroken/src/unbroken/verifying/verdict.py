@@ -53,9 +53,9 @@ class Verdict:
     """The result of a trial.
 
     Attributes:
-        is_exact: Whether the killed run is the undisturbed one, bit for bit.
+        is_exact: Whether the killed run's results are those of the undisturbed one, bit for bit.
         line: The result in one line.
-        rows: What differs, since when, how much.
+        rows: What differs, since when, how much. Of an exact run: attributes.
         causes: Why, the likeliest first.
         notes: What was compared, and what was left out.
     """
@@ -65,6 +65,11 @@ class Verdict:
     rows: list[dict[str, str]] = field(default_factory=list)
     causes: list[Cause] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the line says all that a user has to know."""
+        return self.is_exact and not self.rows
 
     @property
     def text(self) -> str:
@@ -102,18 +107,9 @@ def judge(trial: Trial) -> Verdict:
     notes = _notes(trial, comparison, undisturbed)
     differences = that_matter(comparison)
     places = _places(trial.killed)
-    if not differences and not has_other_moments(comparison):
-        steps = max(row.step for row in trial.first.recording.rows.values())
-        # One that began at the first batch had nothing to give back.
-        count = sum(moment[2:] != (0, 0) for moment in trial.killed.recording.resumed_at)
-        if count == 0:
-            line = "nothing was shown: the run has no place after its first save to be killed at."
-            return Verdict(False, f"{line} Make it longer.", notes=notes)
-        line = (
-            f"exact: killed {len(trial.killed.kills)} times ({places}) and resumed {count} times,"
-        )
-        line += f" the run is the undisturbed one, bit for bit: {steps} steps,"
-        return Verdict(True, f"{line} {comparison.compared:,} values.", notes=notes)
+    results = [each for each in differences if each.kind != kinds.HELD]
+    if not results and not has_other_moments(comparison):
+        return _of_equal_results(trial, comparison, differences, notes)
     found = causes_of(trial.first.recording, trial.killed.recording, comparison)
     if not any(each.moment in trial.killed.recording.resumes for each in differences):
         found = _computed_differently(trial, differences, is_killed=True) + found
@@ -123,6 +119,33 @@ def judge(trial: Trial) -> Verdict:
     )
     rows = table_of(differences, comparison, _most_of_weights(trial))
     return Verdict(False, line, rows, found, notes)
+
+
+def _of_equal_results(
+    trial: Trial, comparison: Comparison, attributes: list[Difference], notes: list[str]
+) -> Verdict:
+    """The verdict where at most attributes differ."""
+    steps = max(row.step for row in trial.first.recording.rows.values())
+    # One that began at the first batch had nothing to give back.
+    count = sum(moment[2:] != (0, 0) for moment in trial.killed.recording.resumed_at)
+    if count == 0:
+        line = "nothing was shown: the run has no place after its first save to be killed at."
+        return Verdict(False, f"{line} Make it longer.", notes=notes)
+    killed = f"killed {len(trial.killed.kills)} times ({_places(trial.killed)})"
+    killed += f" and resumed {count} times"
+    if not attributes:
+        line = f"exact: {killed}, the run is the undisturbed one, bit for bit: {steps} steps,"
+        return Verdict(True, f"{line} {comparison.compared:,} values.", notes=notes)
+    names = [each.label for each in attributes]
+    which = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    line = (
+        f"exact in its results, but not in {which}: {killed}, the run has the samples, weights and"
+        f" logged values of the undisturbed one, bit for bit. What differs has changed nothing in"
+        f" these {steps} steps. In a longer run it may, as a counter of patience does: write what"
+        " is below, or make sure that no result depends on it."
+    )
+    found = causes_of(trial.first.recording, trial.killed.recording, comparison)
+    return Verdict(True, line, table_of(attributes, comparison, ""), found, notes)
 
 
 def table_of(
