@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -218,6 +219,21 @@ def test_last_is_refused_before_anything_is_replaced(workplace: Path, call: str)
         getattr(trainer, call)(Predicts(), ckpt_path="last")
     assert Path("r/last.ckpt").read_bytes() == before
     assert trainer.global_step == 0
+
+
+def test_last_of_the_users_own_model_checkpoint_is_found(workplace: Path) -> None:
+    def make(epochs: int) -> Trainer:
+        theirs = ModelCheckpoint("theirs", save_last=True)
+        return trainer_of(ExactCheckpoint("r"), theirs, max_epochs=epochs)
+
+    trainer = make(1)
+    trainer.fit(Regression())
+    trainer.validate(ckpt_path="last", verbose=False)
+    assert trainer.ckpt_path == str(workplace / "theirs/last.ckpt")
+    longer = make(2)
+    longer.fit(Regression(), ckpt_path="last")
+    assert longer.ckpt_path == trainer.ckpt_path
+    assert longer.global_step == 12
 
 
 def test_best_is_ours(workplace: Path) -> None:

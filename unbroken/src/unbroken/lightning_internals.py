@@ -63,6 +63,7 @@ NAMES = {
         "_ModuleMode.restore",
     ],
     "lightning.pytorch.trainer.call": ["_call_lightning_module_hook"],
+    "lightning.pytorch.trainer.trainer": ["Trainer._run"],
     "lightning.pytorch.loops.training_epoch_loop": [
         "_TrainingEpochLoop._broadcast_sigterm_tensor",
     ],
@@ -209,7 +210,21 @@ def asked_checkpoint(trainer: Trainer) -> Any:
 
     Public way missing: ``trainer.ckpt_path`` is the file that was found for it, or None.
     """
-    calls = (Trainer.fit, Trainer.validate, Trainer.test, Trainer.predict)
+    return _checkpoint_given_to(
+        [Trainer.fit, Trainer.validate, Trainer.test, Trainer.predict], trainer
+    )
+
+
+def found_checkpoint(trainer: Trainer) -> Any:
+    """The file that Lightning has found for it; None where there is none.
+
+    Public way missing: ``trainer.ckpt_path`` tells it only when all ``setup`` hooks are done.
+    """
+    return _checkpoint_given_to([Trainer._run], trainer)
+
+
+def _checkpoint_given_to(calls: list[Any], trainer: Trainer) -> Any:
+    """The ``ckpt_path`` of the one of these methods that runs."""
     codes = [call.__code__ for call in calls]
     frame = inspect.currentframe()
     while frame is not None:

@@ -30,7 +30,8 @@ def refuse_what_is_not_found(trainer: Trainer) -> None:
     It looks for those of a ModelCheckpoint alone. It would train anew, and replace what is in the
     folder, or test random weights.
     """
-    if trainer.ckpt_path is None and lightning_internals.asked_checkpoint(trainer) == "last":
+    is_last = lightning_internals.asked_checkpoint(trainer) == "last"
+    if is_last and lightning_internals.found_checkpoint(trainer) is None:
         raise UserError(
             'ckpt_path="last" finds checkpoints of a ModelCheckpoint alone. Write'
             " ckpt_path=keep.resume_from, where keep is the ExactCheckpoint: it is None the first"
