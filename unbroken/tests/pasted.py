@@ -35,15 +35,15 @@ class Box:
 
 
 class Meter:
-    """Leaves its peak out of its state."""
+    """Leaves its count out of its state."""
 
     def __init__(self):
         self.total = 0.0
-        self.peak = 0.0
+        self.count = 0
 
     def add(self, value):
         self.total += value
-        self.peak = max(self.peak, value)
+        self.count += 1
 
     def state_dict(self):
         return {"total": self.total}
@@ -136,7 +136,7 @@ class HoldsAMeter(Plain):
 
     def further(self, batch: Any) -> Any:
         self.meter.add(float(batch[0].sum()))
-        return self.weigh(0.001 * self.meter.peak)
+        return self.weigh(0.001 * self.meter.count)
 
 
 class Kinds(Callback):
@@ -196,11 +196,17 @@ class Forgets(Averages):
         self.count = state["count"]
 
 
-class BeginsAnew(Averages):
-    """Sets again what it keeps, as a training starts."""
+class MadeAtStart(Plain):
+    """An object that is made when a checkpoint has been loaded already."""
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        self.losses = []
+    make_box: ClassVar[Callable[..., Any]]
+
+    def on_train_start(self) -> None:
+        self.held = type(self).make_box(count=0)
+
+    def further(self, batch: Any) -> Any:
+        self.held.count += 1
+        return self.weigh(0.01 * self.held.count)
 
 
 class Decaying(torch.optim.SGD):
@@ -339,6 +345,7 @@ def faults(folder: Path) -> dict[str, Fault]:
     meters = package(folder)
     HoldsAnObject.make_box = meters.Box
     SavesAlready.make_box = meters.Box
+    MadeAtStart.make_box = meters.Box
     OwnData.make_box = meters.Box
     HoldsAMeter.make_meter = meters.Meter
     Decaying.make_box = meters.Box
@@ -347,13 +354,13 @@ def faults(folder: Path) -> dict[str, Fault]:
     return {
         "object": with_module(HoldsAnObject, "each.numpy()"),
         "hook_that_is_there": with_module(SavesAlready, "super().on_save_checkpoint(checkpoint)"),
-        "object_with_state": with_module(HoldsAMeter, 'for name in ("peak",)'),
+        "object_with_state": with_module(HoldsAMeter, 'for name in ("count",)'),
         "class_attribute": with_module(OfTheClass, "self.history"),
         "generator": in_closure,
         "list": with_callback(Averages, 'return {"losses": self.losses}'),
         "tensor_and_array": with_callback(Kinds, "torch.from_numpy(self.array.copy())"),
         "state_that_is_there": with_callback(Forgets, "**super().state_dict()"),
-        "set_at_start": with_callback(BeginsAnew, "(Part)"),
+        "made_at_start": with_module(MadeAtStart, "(Part)"),
         "callback_of_a_package": with_callback(meters.Watch, "(Part)"),
         "optimizer": with_optimizer(Decaying, "**super().state_dict()"),
         "stream": with_loader(Endless, 'return {"place": self.place}'),

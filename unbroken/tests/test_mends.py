@@ -14,7 +14,7 @@ STEPS = 9
 EVERY_DAY = ("object", "state_that_is_there")
 NIGHTLY = (
     *("hook_that_is_there", "object_with_state", "class_attribute", "generator", "list"),
-    *("tensor_and_array", "set_at_start", "callback_of_a_package"),
+    *("tensor_and_array", "made_at_start", "callback_of_a_package"),
     *("optimizer", "stream", "sampler", "rows", "data_module"),
 )
 
