@@ -80,7 +80,7 @@ def main(program: Program, build: Build, argv: list[str]) -> int:
     result = train_in(run, config, build)
     say(closing_lines(result.summary, run.folder, *next_commands(config)))
     say(*sync_command(run.folder))
-    say(*commands_to_look(program.package, config.trackers, run.folder))
+    say(*commands_to_look(config, run.folder))
     return exit_code_of(run, config)
 
 
