@@ -26,9 +26,12 @@ class Rows(SplitDataModule):
             rows = np.loadtxt(self.file, delimiter=",", skiprows=1, dtype=np.float32)
         table = torch.from_numpy(rows)
         everything = TensorRows(table[:, :-1], table[:, -1])
-        if split == "test":
-            return self.hold_out(everything, "val", share=0.2)
+        # A cut has two parts: "val" is the share that is held out, "train" is the rest. The first
+        # cut holds the test set out, and the rest is cut once more.
+        tested = self.hold_out(everything, "val", share=0.2)
         training = self.hold_out(everything, "train", share=0.2)
+        if split == "test":
+            return tested
         # The module standardizes each column by these.
         features, _ = training[:]
         self.mean = features.mean(0).tolist()

@@ -50,6 +50,17 @@ class Lazy(Odd):
         )
 
 
+class Grows(Odd):
+    """Gets another layer in its second epoch. The first is the best by ``val_epoch``."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.further = nn.Linear(1, 1)
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val_epoch", float(self.current_epoch))
+
+
 class MadeInSetup(Odd):
     """Makes a layer in ``setup``, and there takes over a mean of more numbers than it had."""
 
@@ -73,7 +84,7 @@ class Untested(MadeInSetup):
     test_step = LightningModule.test_step
 
 
-class Grows(Odd):
+class MakesRoom(Odd):
     """Has more weights after its first epoch, and makes room for them as it is loaded."""
 
     def __init__(self) -> None:

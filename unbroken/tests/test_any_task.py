@@ -5,6 +5,8 @@ is not.
 from __future__ import annotations
 
 import signal
+import sys
+import threading
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from unbroken.cli import start as entry
 from unbroken.cli.cli import configure
 from unbroken.cli.read_checkpoint import load, start_from
 from unbroken.commands import test as test_command
+from unbroken.machine import threads
 from unbroken.run.main_job import the
 from unbroken.stopping import signals
 
@@ -392,7 +395,7 @@ def odd(module: str, *flags: str) -> list[str]:
         ["Lazy"],
         pytest.param(["Queue"], marks=pytest.mark.nightly),
         ["Queue", "--model.first_epoch", "1"],
-        ["Grows"],
+        ["MakesRoom"],
         pytest.param(["Graph", "--model.layout", "coo"], marks=pytest.mark.nightly),
         pytest.param(["Graph", "--model.layout", "csr"], marks=pytest.mark.nightly),
         ["MadeInSetup", "--trainer.callbacks", f"{CALLBACKS}.EMAWeightAveraging"],
@@ -796,14 +799,43 @@ def test_a_run_whose_test_needs_gradients_is_tested_without_a_flag() -> None:
     assert test_command.main("numerals", ["--ckpt_path", str(best)]) == 0
 
 
+@pytest.mark.parametrize("profiler", ["simple", "advanced"])
 def test_a_profiler_that_is_named_writes_into_the_runs_folder_and_prints_little(
-    capsys: pytest.CaptureFixture[str],
+    profiler: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = train("profiled", *of("Forces", "--inference_mode", "false", "--profiler", "simple"))
+    folder = train("profiled", *of("Forces", "--inference_mode", "false", "--profiler", profiler))
     assert "run_training_batch" in (folder / "fit-profile.txt").read_text()
     told = capsys.readouterr()
     assert f"the profile will be in {folder}/fit-profile.txt" in told.out
     assert "run_training_batch" not in told.out + told.err
+
+
+class NamesThreads(Callback):
+    """Notes the names of this process's threads while it trains."""
+
+    names: frozenset[str] = frozenset()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.names = frozenset(each.name for each in threading.enumerate())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are watched on Linux alone")
+def test_main_in_a_notebook_watches_its_waiting_threads_and_counts_its_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(threads, "available_cores", lambda: 1)
+    before = torch.get_num_threads()
+    seen = NamesThreads()
+    add_callbacks(monkeypatch, seen)
+    try:
+        torch.set_num_threads(2)
+        train("watched", *LINE, *SHORT, "--max_epochs", "1")
+        assert torch.get_num_threads() == 1
+    finally:
+        torch.set_num_threads(before)
+    assert "waiting" in seen.names
 
 
 class TakesRows(LightningModule):

@@ -347,7 +347,9 @@ def test_a_share_of_the_test_set_that_is_less_than_a_batch_loses_no_run_and_is_t
         "\nnot tested: You requested to check 0.001 of the `test_dataloader`"
         in capsys.readouterr().out
     )
-    assert "test/accuracy" not in summary(Path("checkpoints/r"))
+    facts = summary(Path("checkpoints/r"))
+    assert "test/accuracy" not in facts
+    assert facts["notes"][0].startswith("not tested: You requested to check 0.001")
     path = ["--ckpt_path", str(finished / "best.ckpt")]
     assert "limit_test_batches" in error_of(
         capsys, *path, *share, main=partial(test_command.main, "numerals")

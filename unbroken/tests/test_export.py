@@ -517,9 +517,19 @@ class Noisy(Named):
         return self.layer(x) + torch.rand(1)
 
 
+class Slopes(Named):
+    def forward(self, x: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.layer(x).tanh().sum(), x)
+        return slope
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
+        (Slopes, "it asks for gradients"),
         (Squeezed, "output must have the batch as its first dimension, got the shape () for one"),
         (Branches, "it decides by the values of its inputs"),
         (OfOneSize, "it is written for certain batch sizes"),

@@ -29,6 +29,8 @@ from numerals import callbacks
 from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
 from numerals.model import MLP, MNISTClassifier
+from tqdm import tqdm
+from unbroken.cli import shown_warnings
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure, differences
 from unbroken.cli.read_checkpoint import load
@@ -38,6 +40,7 @@ from unbroken.results.run_result import RunResult
 from unbroken.run.main_job import next_commands
 from unbroken.run.progress import EpochLines, closing_lines, stopped_lines
 from unbroken.run_folder import choose
+from unbroken.stopping.ranks import say
 
 from tests.commands import (
     REPORTED,
@@ -94,20 +97,56 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("columns", [40, 80])
-def test_closing_lines_are_broken_between_words_on_a_narrow_terminal(
-    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_a_run_says_is_broken_between_words_on_a_narrow_terminal(
+    columns: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     facts = Summary("r", True, "cpu", "32-true", 1, 10, 2, 20)
     facts.advice = "74.2 ms a batch, 1 % of it waiting for data. The command tune batch_size helps."
     facts.notes = ["best.ckpt is only the last: there was no metric to follow, for no validation."]
-    whole = closing_lines(facts, tmp_path)
-    assert facts.advice in whole.splitlines()
+    facts.metrics = {f"test/metric_number_{number}": 0.5 for number in range(6)}
+    facts.monitor = "val/a_metric_that_somebody_named"
+    facts.best_score = 0.25
+    facts.best_epoch = 1
+    (tmp_path / "last.ckpt").touch()
+    (tmp_path / "best.ckpt").touch()
+    monkeypatch.chdir(tmp_path.parent)
+    whole = [
+        " | ".join(f"a part of the first line {number}" for number in range(4)),
+        *closing_lines(facts, tmp_path, "python -m digits.test").splitlines(),
+        *stopped_lines("python -m digits.fit", tmp_path, 1_234_567, 1_234_000),
+    ]
+    say(*whole)
+    assert capsys.readouterr().out.splitlines() == whole
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    told = closing_lines(facts, tmp_path)
-    assert told.split() == whole.split()
-    sentences = told.partition("everything in")[0]
-    assert max(len(line) for line in sentences.splitlines()) <= columns
+    say(*whole)
+    told = capsys.readouterr().out
+    assert told.split() == "\n".join(whole).split()
+    # A command stays whole, to be copied.
+    commands = [line for line in whole if line.startswith(" ")]
+    assert len(commands) == 2
+    broken = told.splitlines()
+    assert [line for line in broken if line.startswith(" ")] == commands
+    assert max(len(line) for line in broken if line not in commands) <= columns
+
+
+def test_lines_and_warnings_are_written_above_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shown_warnings, "SHOWN", set())
+    with tqdm(total=3, file=sys.stdout, leave=False) as bar:
+        say("a line")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            shown_warnings.show_in_one_line()
+            warnings.showwarning("a fault", UserWarning, "x.py", 1, file=sys.stdout)
+        bar.update()
+    # What is left of a line is what stands behind the last return to its start.
+    first, second, _ = (line.split("\r")[-1] for line in capsys.readouterr().out.split("\n"))
+    assert (first, second) == ("a line", "warning: a fault")
 
 
 def test_a_run_leaves_all_its_files_and_a_summary(finished: Path) -> None:
@@ -619,9 +658,10 @@ def test_a_terminal_of_80_columns_keeps_every_epochs_line_and_says_why_training_
     assert re.search(r"epoch 1: .*/900 \[\d\d:\d\d<\d\d:\d\d", bar), (
         "the time left of the whole run"
     )
+    # It is longer than 80 columns, and broken between words.
     assert (
         "stopped early: Monitored metric val/accuracy did not improve in the last 1 records."
-        in shown
+        in " ".join(shown.split())
     )
 
 

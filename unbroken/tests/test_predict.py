@@ -17,6 +17,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from numerals.fit import job as fit
 from numerals.model import MNISTClassifier
 from PIL import Image, ImageDraw, ImageFont
+from unbroken import pictures
 from unbroken.cli import start as entry
 from unbroken.cli.read_checkpoint import Loaded, load
 from unbroken.commands.predict import command as predict
@@ -623,6 +624,51 @@ def test_what_predict_step_returns_becomes_the_columns(
     assert rows == [{"file": str(files[0]), **expected}]
     assert bad == [(files[1], "ValueError: could not convert string to float: 'no'")]
     assert len(predict_files(Loaded(Plain(answer), Numbers(), {}, {}, tmp_path), files)[0]) == 2
+
+
+def test_a_picture_that_needs_a_package_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "readable_formats", lambda: ["PNG", "JPEG"])
+    (tmp_path / "x.heic").write_bytes(b"\0\0\0\x18ftypheic")
+    assert find_files([str(tmp_path)], only_images=True) == ([tmp_path / "x.heic"], [])
+    with pytest.raises(BadImage, match=r"HEIC, .* pip install pillow-heif"):
+        read_pixels(tmp_path / "x.heic")
+
+
+def test_of_several_frames_the_first_is_used_and_that_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(pictures.Said, "of_frames", False)
+    white, black = (Image.new("L", (4, 4), grey) for grey in (255, 0))
+    for name in ("a.gif", "b.tiff"):
+        white.save(tmp_path / name, save_all=True, append_images=[black])
+    white.save(tmp_path / "one.png")
+    assert (read_pixels(tmp_path / "one.png") == 1).all()
+    assert capsys.readouterr().err == ""
+    for name in ("a.gif", "b.tiff"):
+        assert (read_pixels(tmp_path / name) == 1).all()
+    told = f"{tmp_path}/a.gif has several frames. Of each such file the first alone is used.\n"
+    assert capsys.readouterr().err == told
+
+
+class Force(LightningModule):
+    """Answers with the energy of an input, and how it changes with it."""
+
+    def predict_step(self, batch: torch.Tensor, batch_idx: int) -> dict[str, torch.Tensor]:
+        x = batch.clone().requires_grad_()
+        with torch.enable_grad():
+            energy = (x**2).sum(dim=1)
+            (slope,) = torch.autograd.grad(energy.sum(), x)
+            return {"energy": energy, "force": -slope}
+
+
+def test_a_module_that_needs_gradients_predicts_files(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("1 2")
+    loaded = Loaded(Force(), Numbers(), {}, {}, tmp_path)
+    (row,), _, _ = predict_files(loaded, [tmp_path / "a.txt"])
+    del row["file"]
+    assert row == {"energy": 5.0, "force_0": -2.0, "force_1": -4.0}
 
 
 def test_only_probabilities_of_the_named_classes_become_a_label(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from unbroken import ExactCheckpoint
 from unbroken.monitors import LogLastStep, MemorySnapshot, SlowPrecision, TestPredictions
 from unbroken.monitors.monitor import Monitor
 from unbroken.report import Report
+from unbroken.results import facts
 from unbroken.run import RunTimer, WrongNumbers, run_record
 from unbroken.run.run_record import RunRecord
 
@@ -74,6 +77,25 @@ def test_what_the_engine_has_put_there_stays() -> None:
     record.on_save_checkpoint(trainer, Typed(), whole)
     assert whole["run"]["state"] == {"place": "epoch"}
     assert whole["run"]["run_id"] == "id1"
+
+
+def test_a_repository_above_that_does_not_know_the_code_is_none_of_its(tmp_path: Path) -> None:
+    def git_here(*words: str) -> None:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *words], check=True)
+
+    code = tmp_path / "code"
+    code.mkdir()
+    (code / "model.py").touch()
+    (tmp_path / ".token").write_text("secret")
+    git_here("init", "--quiet")
+    git_here("add", ".token")
+    git_here("commit", "--quiet", "-m", "dotfiles")
+    (tmp_path / ".token").write_text("changed")
+    assert facts.git(code, "diff", "HEAD") is None
+    assert facts.git_state(code) == (os.environ.get("GIT_COMMIT"), None)
+    git_here("add", "code")
+    assert "secret" in (facts.git(code, "diff", "HEAD") or "")
 
 
 def test_the_folder_holds_the_configuration_and_nothing_of_an_earlier_try(

@@ -22,7 +22,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn.functional import dropout
@@ -32,6 +34,7 @@ from unbroken.commands.runs.saved_run import SavedRun, find_runs
 from unbroken.errors import UserError
 from unbroken.loading import exact_form
 from unbroken.machine import threads
+from unbroken.stopping import ranks
 
 from tests.commands import assert_same_run, checkpoint, run_ranks
 from tests.plain_module import Regression, rows
@@ -340,6 +343,24 @@ def test_a_script_in_a_container_computes_with_as_many_threads_as_it_has_cores(
         assert torch.get_num_threads() == 1
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])
+def test_a_script_with_a_rank_that_no_launcher_has_given_logs_and_saves(
+    name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "1")
+    # Lightning has read it as it was imported.
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    monkeypatch.setattr(ranks.Place, "is_alone", False)
+    keep = ExactCheckpoint("r")
+    trainer_of(keep, logger=CSVLogger("log"), log_every_n_steps=1).fit(Regression())
+    line = f"{name}=1 of the environment is ignored: no launcher has started this process."
+    assert line in capsys.readouterr().out.splitlines()
+    assert keep.last_path.exists()
+    assert list(Path("log").rglob("metrics.csv"))
+    # It is the script's own.
+    assert os.environ[name] == "1"
 
 
 @pytest.mark.parametrize("argument", [{"enable_checkpointing": False}, {"barebones": True}])

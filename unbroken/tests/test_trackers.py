@@ -22,6 +22,7 @@ from unbroken.cli import trackers
 from unbroken.cli.cli import configure
 from unbroken.errors import UserError
 from unbroken.loggers import followers, mlflow
+from unbroken.loggers.chosen import commands_to_look
 from unbroken.loggers.followers import WholeRows
 from unbroken.loggers.metrics_csv import MetricsCSV
 from unbroken.loggers.mlflow import name_in_mlflow
@@ -133,6 +134,27 @@ def test_each_run_of_a_process_has_its_own_database_in_mlflow(
     for odd in ("a?b", "a#b"):
         with pytest.raises(UserError, match=r"without \? # and % in its path.*got .*/a"):
             mlflow.make_mlflow_logger(config, SimpleNamespace(folder=tmp_path / odd))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("typed", ["mlflow", "MLFlowLogger"])
+def test_a_run_says_how_to_look_at_mlflow(
+    typed: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    # MLflow itself need not be installed.
+    monkeypatch.setattr("unbroken.cli.cli.check_packages", lambda *_: None)
+    config = configure(fit, "fit", [*TASK, "--logger", typed])
+    folder = Path("checkpoints/a run")
+    folder.mkdir(parents=True)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "https://me:secret@mlflow.here/x")
+    assert commands_to_look(config, folder) == ["MLflow has this run: https://me:***@mlflow.here/x"]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:///all runs.db")
+    command = "  mlflow ui --backend-store-uri 'sqlite:///all runs.db'"
+    assert commands_to_look(config, folder) == [command]
+    # The run's own database is what MLflow has set the variable to.
+    (folder / "mlflow.db").touch()
+    command = "  mlflow ui --backend-store-uri sqlite:///'checkpoints/a run'/mlflow.db"
+    assert commands_to_look(config, folder) == [command]
 
 
 def test_a_logger_of_lightnings_lies_in_the_runs_folder(workplace: Path) -> None:

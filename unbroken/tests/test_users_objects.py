@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import random
 import time
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.loading import ExactLoading
@@ -572,9 +575,13 @@ class Stages(LightningModule):
         return [optimizer], [{"scheduler": warm, "interval": "step"}]
 
 
-def trained(folder: Path, killed_at: int | None = None) -> Stages:
+def trained(folder: Path, module: Any) -> Any:
+    """The module, trained for three epochs."""
     torch.manual_seed(0)
-    module = Stages(killed_at)
+    random.seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(0.5)
     keep = ExactCheckpoint(folder, every="1")
     trainer = Trainer(
         max_epochs=3,
@@ -593,10 +600,67 @@ def trained(folder: Path, killed_at: int | None = None) -> Stages:
 def test_a_schedule_in_a_schedule_and_loaders_that_follow_attributes_resume_exactly(
     killed_at: int, tmp_path: Path
 ) -> None:
-    undisturbed = trained(tmp_path / "undisturbed")
+    undisturbed = trained(tmp_path / "undisturbed", Stages())
     with pytest.raises(Killed):
-        trained(tmp_path / "killed", killed_at)
-    resumed = trained(tmp_path / "killed")
+        trained(tmp_path / "killed", Stages(killed_at))
+    resumed = trained(tmp_path / "killed", Stages())
     assert resumed.read == undisturbed.read
+    for mine, theirs in itertools.zip_longest(resumed.parameters(), undisturbed.parameters()):
+        assert torch.equal(mine, theirs)
+
+
+class Memory:
+    """What an agent has seen. Samples are drawn from it."""
+
+    def __init__(self) -> None:
+        self.seen: deque[float] = deque(maxlen=12)
+
+    def draw(self) -> float:
+        return random.choice(self.seen)
+
+
+class Replay(IterableDataset[Any]):
+    """A stream of what a memory holds."""
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for _ in range(10):
+            yield torch.tensor([self.memory.draw()])
+
+
+class Agent(LightningModule):
+    """Feeds the stream that it learns from."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.killed_at = killed_at
+        self.memory = Memory()
+        self.memory.seen.extend(range(6))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.killed_at == self.global_step:
+            raise Killed
+        self.memory.seen.append(float(self.global_step + 100))
+        return self.net(batch / 100).pow(2).mean()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Replay(self.memory), 2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize("killed_at", [5, 7, 13])
+def test_a_stream_that_the_module_feeds_goes_on_from_what_the_memory_held(
+    killed_at: int, tmp_path: Path
+) -> None:
+    undisturbed = trained(tmp_path / "undisturbed", Agent())
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", Agent(killed_at))
+    resumed = trained(tmp_path / "killed", Agent())
+    assert resumed.memory.seen == undisturbed.memory.seen
     for mine, theirs in itertools.zip_longest(resumed.parameters(), undisturbed.parameters()):
         assert torch.equal(mine, theirs)

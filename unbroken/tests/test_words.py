@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from lightning.pytorch.utilities import rank_zero_only
 from numerals.fit import job as fit
 from unbroken.cli import words
 from unbroken.cli.start import Terminal
@@ -93,6 +94,21 @@ def test_a_rank_that_no_launcher_has_given_is_said_and_ignored(
     )
 
 
+@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK"])
+def test_main_in_a_notebook_ignores_such_a_rank_as_well(
+    name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "1")
+    # Lightning has read it as it was imported.
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    monkeypatch.setattr(ranks.Place, "is_alone", False)
+    assert fit.main([*TINY, "--logger", "tensorboard", "--run_name", "r"]) == 0
+    line = f"{name}=1 of the environment is ignored: no launcher has started this process."
+    assert capsys.readouterr().out.splitlines().count(line) == 1
+    assert Path("checkpoints/r/metrics.csv").exists()
+    assert list(Path("checkpoints/r").rglob("events.out.*"))
+
+
 def test_a_rank_of_a_launcher_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -149,6 +165,29 @@ def test_the_line_that_resumes_begins_as_it_was_typed(monkeypatch: pytest.Monkey
         agent = [*typed, "-m", "project.fit", "--max_epochs", "3"]
         monkeypatch.setattr(progress.psutil.Process, "cmdline", lambda _, agent=agent: agent)
         assert progress.with_launcher(command) == f"{shown} -m project.fit"
+
+
+def test_the_line_that_resumes_names_the_options_of_srun_that_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "last.ckpt").touch()
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    job = {"SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "x", "SLURM_NTASKS": "8", "SLURM_NNODES": "4"}
+    step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": "3"}
+    for name, value in {**job, **step}.items():
+        monkeypatch.setenv(name, value)
+    first, command = progress.stopped_lines("python -m project.fit", tmp_path, 5, 5)
+    assert first.endswith("To go on, with whatever else srun was given:")
+    expected = "  srun --nodes 2 --ntasks 4 --cpus-per-task 3 python -m project.fit --run_name "
+    assert command.startswith(expected)
+    for name in ("SLURM_STEP_ID", *step):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    first, command = progress.stopped_lines("python -m project.fit", tmp_path, 5, 5)
+    assert first.endswith("To go on, by the launcher that has set RANK and WORLD_SIZE:")
+    assert command.startswith("  python -m project.fit --run_name ")
 
 
 def test_a_metrics_csv_that_cannot_be_written_is_one_line_with_the_file(workplace: Path) -> None:

@@ -12,6 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from numerals.fit import job as fit
 from torch import nn
 from unbroken.cli import start as entry
+from unbroken.commands import test as test_command
 from unbroken.run import wrong_numbers
 
 from tests.commands import summary
@@ -57,6 +58,26 @@ def test_a_training_step_that_returns_no_loss_is_said(capsys: pytest.CaptureFixt
 def test_a_run_that_leaves_its_test_out_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--limit_test_batches", "0"]
     assert notes_of(capsys, *flags) == ["not tested: --limit_test_batches is 0."]
+
+
+def test_a_best_that_does_not_fit_the_trained_module_loses_no_summary_and_is_said(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", "tests.odd_modules.Grows", "--data", "null", "--accelerator", "cpu"]
+    words += ["--monitor", "val_epoch", "--mode", "min"]
+    words += ["--max_epochs", "2", "--run_name", "r", "--report", "false"]
+    assert fit.main(words) == 0
+    (note,) = summary(FOLDER)["notes"]
+    assert note.startswith(
+        "not tested: best.ckpt does not fit the module as training has left it (RuntimeError: "
+    )
+    assert '"further.weight"' in note
+    told = capsys.readouterr()
+    assert f"\n{note}\n" in told.out
+    assert "Traceback" not in told.err
+    # A module as it is made has the layers of the best.
+    best = str(FOLDER / "best.ckpt")
+    assert test_command.main("numerals", ["--ckpt_path", best]) == 0
 
 
 def test_a_followed_metric_that_never_came_is_said(capsys: pytest.CaptureFixture[str]) -> None:

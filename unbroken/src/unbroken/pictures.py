@@ -7,11 +7,16 @@ read in another.
 
 import functools
 import math
+import multiprocessing
+import sys
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageOps
-from unbroken.errors import BadImage
+from unbroken.errors import BadImage, printable
+from unbroken.lines import write_lines
 
 # The formats of Pillow that are read. Its reader of EPS is not among them: it would start
 # Ghostscript, a whole programming language, on a stranger's file.
@@ -29,7 +34,11 @@ FORMATS = (
     "ICO",
     "TGA",
     "PCX",
+    # What telephones write. Pillow reads it with the help of a package.
+    "HEIF",
 )
+HEIF_PACKAGE = "pillow_heif"
+HEIF_ENDINGS = (".heic", ".heif")
 
 # Longer sides are reduced to this many pixels. A fiftieth of it still has 40 pixels, and
 # 12 megapixels as floats would take 150 MB.
@@ -42,7 +51,18 @@ ORIENTATION = 0x0112
 def image_endings() -> set[str]:
     """The endings of the files that can be read as pictures, such as ``.png``."""
     endings = Image.registered_extensions()
-    return {ending for ending, name in endings.items() if name in FORMATS}
+    found = {ending for ending, name in endings.items() if name in FORMATS}
+    # A file that only lacks a package is not left out without a word.
+    return found | set(HEIF_ENDINGS)
+
+
+@functools.cache
+def readable_formats() -> list[str]:
+    """Those of :data:`FORMATS` that are read here."""
+    Image.init()
+    with suppress(ImportError):
+        import_module(HEIF_PACKAGE).register_heif_opener()
+    return [name for name in FORMATS if name in Image.OPEN]
 
 
 def read_picture(path: str | Path) -> Image.Image:
@@ -65,17 +85,49 @@ def read_pixels(path: str | Path) -> np.ndarray:
     """
     most = Image.MAX_IMAGE_PIXELS or math.inf
     try:
-        Image.init()
-        formats = [name for name in FORMATS if name in Image.OPEN]
-        with Image.open(path, formats=formats) as image:
+        with Image.open(path, formats=readable_formats()) as image:
             if image.width * image.height > most:
                 raise Image.DecompressionBombError
             # A JPEG is then decoded at half its size or less.
             image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))
-            return to_pixels(image)
+            pixels = to_pixels(image)
+            say_that_frames_are_left_out(path, image)
+            return pixels
     # Pillow's decoders raise whatever they meet: OSError, ValueError, SyntaxError and others.
     except Exception as error:
-        raise BadImage(why_unreadable(error, most)) from None
+        reason = why_unreadable(error, most)
+        if isinstance(error, Image.UnidentifiedImageError) and lacks_a_package(path):
+            reason = "HEIC, which is read once pillow-heif is installed: pip install pillow-heif"
+        raise BadImage(reason) from None
+
+
+def lacks_a_package(path: str | Path) -> bool:
+    """Whether a picture is of a kind that is read once a package is installed."""
+    is_heif = Path(path).suffix.lower() in HEIF_ENDINGS
+    return is_heif and "HEIF" not in readable_formats()
+
+
+def say_that_frames_are_left_out(path: str | Path, image: Image.Image) -> None:
+    """Say once in a process that of a file with several frames the first alone is used. A worker
+    of a loader says nothing.
+    """
+    if Said.of_frames or multiprocessing.parent_process() is not None:
+        return
+    # Pillow looks at the second frame for it, which may be damaged.
+    with suppress(Exception):
+        Said.of_frames = bool(getattr(image, "is_animated", False))
+    if Said.of_frames:
+        write_lines(
+            f"{printable(str(path))} has several frames. Of each such file the first alone is"
+            " used.",
+            sys.stderr,
+        )
+
+
+class Said:
+    """What this process has said already."""
+
+    of_frames = False
 
 
 def why_unreadable(error: Exception, most_pixels: float) -> str:

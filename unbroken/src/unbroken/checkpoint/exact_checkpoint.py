@@ -60,7 +60,7 @@ from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.seams import Seams
 from unbroken.stopping import signals
-from unbroken.stopping.ranks import decided_by_rank_zero
+from unbroken.stopping.ranks import decided_by_rank_zero, take_rank_of_the_trainer
 from unbroken.storage.weights import fill_in_what_was_left_out, make_room_for_buffers
 
 
@@ -243,6 +243,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_another_lightning(trainer)
         refuse_what_is_not_found(trainer)
+        take_rank_of_the_trainer(trainer)
         if stage == "predict":
             return
         refuse_ranks_of_functions(trainer)

@@ -199,7 +199,7 @@ def refusals_as_errors(
         if message is not None:
             raise UserError(message) from None
         phase = _phase(has_begun)
-        modules = _modules_of(error)
+        modules = modules_of(error)
         for refusal in TABLE:
             if _fits(refusal, error, phase, modules, checkpoint):
                 raise UserError(_told(refusal, error, phase, checkpoint)) from None
@@ -212,7 +212,7 @@ def _phase(has_begun: Callable[[], bool] | None) -> Phase:
     return Phase.TRAINING if has_begun() else Phase.STARTING
 
 
-def _modules_of(error: BaseException) -> list[str]:
+def modules_of(error: BaseException) -> list[str]:
     """The modules that an error came through; the last one raised it."""
     frames = traceback.walk_tb(error.__traceback__)
     return [str(frame.f_globals.get("__name__", "")) for frame, _ in frames]

@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from unbroken.lines import write_lines
+
 PACKAGE = Path(__file__).parents[1]
 SHOWN: set[str] = set()  # warnings of this process that were printed
 UNFOUNDED = Path(__file__).with_name("unfounded_advice.txt")
@@ -54,4 +56,4 @@ def _show(
         return  # libraries warn again for each loader, epoch and place in their files
     SHOWN.add(text)
     with suppress(OSError):
-        print(f"warning: {text}", file=file or sys.stderr)
+        write_lines(f"warning: {text}", file or sys.stderr)

@@ -164,8 +164,8 @@ class SplitDataModule(LightningDataModule):
         raise NotImplementedError(f"{type(self).__name__} must define make_split(split)")
 
     def hold_out(self, dataset: Any, split: Split, share: float = 0.1) -> Dataset[Any]:
-        """The part of a training set that is ``split`` ("train" or "val"): a fixed random ``share``
-        is validation.
+        """The part of a data set that is ``split``: "val" is a fixed random ``share``, which is
+        held out, and "train" is the rest.
         """
         return hold_out(dataset, split, share)
 

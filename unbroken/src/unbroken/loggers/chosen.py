@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from lightning.pytorch.loggers import Logger
@@ -12,6 +11,7 @@ from unbroken.cli.cli import Configuration
 from unbroken.cli.trackers import MadeInRunFolder
 from unbroken.cli.trainer_flags import as_list
 from unbroken.loggers.tensorboard import TensorBoardRunLogger
+from unbroken.mirror.store import without_password
 from unbroken.run_folder import RunFolder
 from unbroken.stopping.ranks import is_rank_zero
 
@@ -49,14 +49,35 @@ def _make_trackers(config: Configuration, run: RunFolder) -> list[Logger]:
     return loggers
 
 
-def commands_to_look(package: str, trackers: Sequence[str], folder: Path) -> list[str]:
-    """The lines that show what trackers keep in a run's folder."""
+def commands_to_look(config: Configuration, folder: Path) -> list[str]:
+    """The lines that show what trackers keep of a run."""
     shown = shlex.quote(os.path.relpath(folder))
     lines = []
-    if "tensorboard" in trackers:
+    if "tensorboard" in config.trackers:
         lines.append(f"  tensorboard --logdir {shown}/tensorboard")
-    if "mlflow" in trackers and "MLFLOW_TRACKING_URI" not in os.environ:
-        lines.append(f"  mlflow ui --backend-store-uri sqlite:///{shown}/mlflow.db")
-    if "trackio" in trackers and (folder / "trackio").exists():
+    lines += _ways_to_look_at_mlflow(config, folder)
+    if "trackio" in config.trackers and (folder / "trackio").exists():
+        package = config.program.package
         lines.append(f"  TRACKIO_DIR={shown}/trackio trackio show --project {package}")
     return lines
+
+
+def _ways_to_look_at_mlflow(config: Configuration, folder: Path) -> list[str]:
+    """For MLflow that is named by its word, or by the class of Lightning's logger."""
+    if (folder / "mlflow.db").exists():
+        shown = shlex.quote(os.path.relpath(folder))
+        return [f"  mlflow ui --backend-store-uri sqlite:///{shown}/mlflow.db"]
+    server = os.environ.get("MLFLOW_TRACKING_URI")
+    places = [server] if "mlflow" in config.trackers else []
+    places += [
+        named.arguments.get("tracking_uri") or server
+        for named in as_list(config.trainer["logger"])
+        if isinstance(named, MadeInRunFolder) and named.kind.__name__ == "MLFlowLogger"
+    ]
+    lines = []
+    for place in places:
+        if place is not None and place.startswith(("http://", "https://")):
+            lines.append(f"MLflow has this run: {without_password(place)}")
+        elif place is not None:
+            lines.append(f"  mlflow ui --backend-store-uri {shlex.quote(place)}")
+    return list(dict.fromkeys(lines))

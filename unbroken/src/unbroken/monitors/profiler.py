@@ -18,6 +18,7 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import profile, record_function, schedule, tensorboard_trace_handler
 from unbroken.errors import require
 from unbroken.lightning_internals import profiled_module, surround_calls
+from unbroken.stopping.ranks import say
 
 REGIONS = ("data", "forward", "loss", "backward", "optimizer")
 # The last word of Lightning's action name → the region that begins with the action.
@@ -168,15 +169,13 @@ class StepProfiler(Profiler):
         )
         text = "\n".join([*lines, "", operations])
         (self.folder / "top_operations.txt").write_text(text, encoding="utf-8")
-        print(
+        say(
             f"profile: trace       {self.folder}/rank0.*.pt.trace.json: "
-            "drop it on https://ui.perfetto.dev"
-        )
-        print(
+            "drop it on https://ui.perfetto.dev",
             "         TensorBoard pip install torch-tb-profiler; "
-            f"tensorboard --logdir {self.folder}"
+            f"tensorboard --logdir {self.folder}",
+            f"         table       less -S {self.folder}/top_operations.txt",
         )
-        print(f"         table       less -S {self.folder}/top_operations.txt", flush=True)
 
     def _table_of_operations(self, finished: profile, on_gpu: bool) -> str:
         averages = finished.key_averages(group_by_input_shape=self._options["record_shapes"])

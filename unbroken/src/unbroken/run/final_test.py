@@ -14,12 +14,19 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from unbroken.cli.cli import Configuration
+from unbroken.cli.refusals import RESTORING, modules_of
 from unbroken.cli.trainer_flags import reading_only
 from unbroken.errors import UserError
 from unbroken.stopping.ranks import say
 from unbroken.storage.checkpoint_files import read
 from unbroken.storage.seals import fingerprint, is_own
 from unbroken.trust import keys
+
+MOST_CHARACTERS = 300  # of an error of torch's, in a line
+
+
+class NotTested(Exception):
+    """The test at the end of a run could not be done, and why. The run is done."""
 
 
 def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
@@ -29,6 +36,9 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
         trainer: The Trainer that has trained.
         config: What the command line means.
         best_path: The best checkpoint. None: the weights are tested as they are.
+
+    Raises:
+        NotTested: The test set or the best checkpoint allows no test.
     """
     module = config.module
     if lacks_for_test(module, config.datamodule):
@@ -52,12 +62,20 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
                 verbose=False,
             )
     except MisconfigurationException as error:
-        # A share of the test set may be less than a batch, which is known only here. The run is
-        # done.
+        # A share of the test set may be less than a batch, which is known only here.
         if "limit_test_batches" not in str(error):
             raise
-        say(f"not tested: {error}")
-        return {}
+        raise NotTested(" ".join(str(error).split())) from None
+    except (UserError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        # Training may have made other layers, or other sizes, since the best was saved.
+        if best_path is None or RESTORING not in modules_of(error):
+            raise
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_CHARACTERS]}"
+        raise NotTested(
+            f"{best_path.name} does not fit the module as training has left it ({reason})."
+        ) from None
     return {name: float(value) for metrics in found for name, value in metrics.items()}
 
 

@@ -31,7 +31,7 @@ from unbroken.run.progress import progress_callback
 from unbroken.run.run_record import RunRecord
 from unbroken.run_folder import RunFolder
 from unbroken.stopping import signals
-from unbroken.stopping.ranks import say
+from unbroken.stopping.ranks import ignore_rank_without_launcher, say
 from unbroken.stopping.slurm import requeue_signal
 
 # Lightning's profilers that are named by a word
@@ -145,9 +145,11 @@ class Job(Program):
     def main(self, argv: list[str]) -> int:
         """Train as ``argv`` says; returns the exit code. For a notebook or a test.
 
-        A mistake in ``argv`` is printed in one line, and the code is 2. After an interrupt it is
-        130. What one's own code raises is raised.
+        A mistake in ``argv`` is printed in one line, and the code is 2. After a stop it is 130 or
+        143. What one's own code raises is raised.
         """
+        # A command has done so before it imported Lightning.
+        ignore_rank_without_launcher()
         return exit_code_or_error(partial(main_job.main, self, self.build), argv)
 
     def build(

@@ -31,7 +31,7 @@ from unbroken.results.run_result import (
     read_epochs,
     read_series,
 )
-from unbroken.run.final_test import final_test, lacks_for_test, reading_best
+from unbroken.run.final_test import NotTested, final_test, lacks_for_test, reading_best
 from unbroken.run.progress import RunTimer, closing_lines, stopped_lines
 from unbroken.run.run_record import RunRecord
 from unbroken.run_folder import RunFolder
@@ -80,7 +80,7 @@ def main(program: Program, build: Build, argv: list[str]) -> int:
     result = train_in(run, config, build)
     say(closing_lines(result.summary, run.folder, *next_commands(config)))
     say(*sync_command(run.folder))
-    say(*commands_to_look(program.package, config.trackers, run.folder))
+    say(*commands_to_look(config, run.folder))
     return exit_code_of(run, config)
 
 
@@ -143,7 +143,10 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
             refusals_as_errors(None, lambda: timer.begun),
             reading_best(trainer, best_path, takes_any(run, config)),
         ):
-            result.summary.metrics |= final_test(trainer, config, best_path)
+            try:
+                result.summary.metrics |= final_test(trainer, config, best_path)
+            except NotTested as error:
+                result.summary.notes.append(f"not tested: {error}")
         is_tested = True
         signals.state.deferring = False  # every step is saved: a signal ends the run here
         finish(trainer, result)

@@ -29,6 +29,12 @@ from unbroken.tensors.unsized import has_lazy_layers
 MONITORED = ("throughput/", "memory/", "optimizer/")  # not shown in a line of an epoch
 MOST_SHOWN = 6  # metrics in a line of an epoch
 REFRESH_STEPS = 50  # the bar is drawn anew after so many
+# Options of srun, and the variables that tell their values, first those of the step
+OPTIONS_OF_SRUN = {
+    "--nodes": ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+    "--ntasks": ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"),
+    "--cpus-per-task": ("SLURM_CPUS_PER_TASK",),
+}
 # A space that ``textwrap`` does not break, so that a name and its value stay together
 UNBREAKABLE = "\u00a0"
 
@@ -175,10 +181,7 @@ class EpochLines(Callback):
         parts = [f"epoch {trainer.current_epoch}{of}", *shown]
         if self._began is not None:
             parts.append(f"{time.perf_counter() - self._began:.1f} s")
-        if self.wants_bar:
-            tqdm.write(_wrapped(parts))
-        else:
-            say("  ".join(parts))
+        say(_wrapped(parts) if self.wants_bar else "  ".join(parts))
 
     def _why_it_stopped(self, callback: Callback, trainer: Trainer) -> list[str]:
         """What is printed where this callback has ended a training early."""
@@ -222,16 +225,6 @@ def _wrapped(parts: Sequence[str]) -> str:
     return lines.replace(UNBREAKABLE, " ")
 
 
-def _fitted(sentence: str) -> str:
-    """A sentence, broken between words where a terminal is too narrow for it. A file has it whole:
-    it may be searched.
-    """
-    if not sys.stdout.isatty():
-        return sentence
-    columns = shutil.get_terminal_size().columns
-    return textwrap.fill(sentence, columns, break_long_words=False, break_on_hyphens=False)
-
-
 def progress_callback(fit: str, flags: dict[str, Any]) -> Callback | None:
     """Lines of epochs, with a bar on a terminal; None where switched off, or the user has a bar.
 
@@ -270,7 +263,8 @@ def stopped_lines(
     saved = f"saved in {os.path.relpath(folder)}/last.ckpt"
     if saved_step is not None and saved_step != step:
         saved = f"step {saved_step:,} is {saved}"
-    return [f"stopped after step {step:,}; {saved}. To go on:", f"  {go_on}{longer}"]
+    how = f"To go on{_what_is_not_known()}:"
+    return [f"stopped after step {step:,}; {saved}. {how}", f"  {go_on}{longer}"]
 
 
 def with_launcher(fit: str) -> str:
@@ -278,7 +272,32 @@ def with_launcher(fit: str) -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         module = fit.removeprefix("python -m ")
         return f"{shlex.join(typed_torchrun(module))} -m {module}"
-    return f"srun {fit}" if launched_world()[1] > 1 else fit
+    return f"{shlex.join(['srun', *options_of_srun()])} {fit}" if is_launched_by_srun() else fit
+
+
+def is_launched_by_srun() -> bool:
+    """Whether srun has started this process as one of several."""
+    is_given = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return launched_world()[1] > 1 and not is_given
+
+
+def options_of_srun() -> list[str]:
+    """The options of srun that a process of it can know: how many there are, on how many nodes."""
+    words = []
+    for option, names in OPTIONS_OF_SRUN.items():
+        value = next((os.environ[name] for name in names if name in os.environ), None)
+        if value is not None:
+            words += [option, value]
+    return words
+
+
+def _what_is_not_known() -> str:
+    """What has to be added to the command that goes on, because the launcher does not tell it."""
+    if "TORCHELASTIC_RUN_ID" in os.environ or launched_world()[1] == 1:
+        return ""
+    if is_launched_by_srun():
+        return ", with whatever else srun was given"
+    return ", by the launcher that has set RANK and WORLD_SIZE"
 
 
 def typed_torchrun(module: str) -> list[str]:
@@ -319,7 +338,7 @@ def closing_lines(summary: Summary, folder: Path, *commands: str) -> str:
         score = format_metric(summary.best_score)
         lines.append(f"{summary.monitor}  {score}   {where}")
     sentences = [_time_line(summary), summary.advice or "", *summary.notes]
-    lines += [_fitted(sentence) for sentence in sentences if sentence]
+    lines += [sentence for sentence in sentences if sentence]
     lines.append(f"everything in {shown}/")
     if commands and (folder / "best.ckpt").exists():
         lines.append("next:")

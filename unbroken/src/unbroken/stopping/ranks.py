@@ -14,6 +14,7 @@ from datetime import timedelta
 from typing import Any
 
 from unbroken.errors import UserError, without_control_characters
+from unbroken.lines import write_lines
 
 # Lightning's child ranks inherit what rank zero has decided, as JSON: name → value.
 DECISION_VARIABLE = "UNBROKEN_RANK_ZERO_DECISION"
@@ -29,6 +30,13 @@ INTERACTIVE = ("bash", "interactive")
 NOBODY_READS = (errno.EPIPE, errno.EIO)
 # How often ranks that start look whether the others are there.
 MEETING_POLL_SECONDS = 0.05
+
+
+class Place:
+    """What is known of this process's place beside the environment."""
+
+    # Whether a Trainer trains here without other ranks, whatever the environment says
+    is_alone = False
 
 
 def launched_world() -> tuple[int, int, int]:
@@ -53,16 +61,45 @@ def launched_world() -> tuple[int, int, int]:
 def ignore_rank_without_launcher() -> None:
     """Take a rank out of the environment that no launcher has given to this process, and say so.
 
-    Lightning would take this process for a further rank, and log nothing. Call it before Lightning
-    is imported.
+    Lightning would take this process for a further rank, and log nothing. A command calls it before
+    Lightning is imported; later :func:`take_rank_of_the_trainer` does the rest.
     """
     is_ours = RANK_ZERO_VARIABLE in os.environ or DECISION_VARIABLE in os.environ
     if is_ours or "TORCHELASTIC_RUN_ID" in os.environ or launched_world()[1] > 1:
         return
-    names = [name for name in RANKS if os.environ.get(name, "0") != "0"]
-    given = " ".join(f"{name}={os.environ.pop(name)}" for name in names)
-    if given:
-        say(f"{given} of the environment is ignored: no launcher has started this process.")
+    given = _ranks_of_the_environment()
+    for name in given:
+        del os.environ[name]
+    _say_what_is_ignored(given)
+
+
+def take_rank_of_the_trainer(trainer: Any) -> None:
+    """Ignore a rank of the environment where a Trainer has found that this process is alone, and
+    say so. A script's environment stays as it is.
+
+    Lightning has read the rank as it was imported, and its loggers would log nothing.
+    """
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    lightnings: Any = rank_zero_only
+    is_alone = trainer.world_size == 1 and launched_world()[1] == 1
+    if not is_alone or (lightnings.rank == 0 and not is_child()):
+        return
+    lightnings.rank = 0
+    given = _ranks_of_the_environment()
+    Place.is_alone = True
+    _say_what_is_ignored(given)
+
+
+def _ranks_of_the_environment() -> dict[str, str]:
+    """The variables that give this process another rank than zero, with their values."""
+    return {name: os.environ[name] for name in RANKS if os.environ.get(name, "0") != "0"}
+
+
+def _say_what_is_ignored(given: dict[str, str]) -> None:
+    shown = " ".join(f"{name}={value}" for name, value in given.items())
+    if shown:
+        say(f"{shown} of the environment is ignored: no launcher has started this process.")
 
 
 def refuse_one_process_of_several_tasks() -> None:
@@ -83,7 +120,9 @@ def refuse_one_process_of_several_tasks() -> None:
 def is_child() -> bool:
     """Whether Lightning's launcher started this process as a further rank of another one."""
     by_another_launcher = launched_world()[1] > 1
-    return not by_another_launcher and os.environ.get("LOCAL_RANK", "0") != "0"
+    if Place.is_alone or by_another_launcher:
+        return False
+    return os.environ.get("LOCAL_RANK", "0") != "0"
 
 
 def is_rank_zero() -> bool:
@@ -99,7 +138,7 @@ def say(*lines: str) -> None:
     """
     if lines and is_rank_zero():
         try:
-            print(*without_control_characters(list(lines)), sep="\n", flush=True)
+            write_lines("\n".join(without_control_characters(list(lines))))
         except OSError as error:
             if error.errno not in NOBODY_READS:
                 raise

@@ -86,7 +86,7 @@ def find_outputs(forward: Forward, inputs: tuple[Tensor, ...]) -> list[Output]:
     """
     sizes = (1, 2, 3)
     answers = []
-    with torch.inference_mode():
+    with torch.no_grad():
         for size in sizes:
             batch = tuple(resized(tensor, size) for tensor in inputs)
             answers.append(named(forward(*batch)))
@@ -115,11 +115,12 @@ def answer(model: Callable[..., Any], inputs: tuple[Tensor, ...], size: int = 10
     """What a model returns for inputs in batches of ``size``, by name.
 
     Outputs of the batches are put one after the other; one without dimensions is the first batch's.
+    A model may ask for gradients inside, as that of a force does: inference mode has none.
     """
     batches = zip(*(tensor.split(size) for tensor in inputs), strict=True)
-    with torch.inference_mode():
+    with torch.no_grad():
         parts = [named(model(*batch)) for batch in batches]
-    return {name: joined([part[name] for part in parts]) for name in parts[0]}
+    return {name: joined([part[name].detach() for part in parts]) for name in parts[0]}
 
 
 def joined(parts: list[Tensor]) -> Tensor:

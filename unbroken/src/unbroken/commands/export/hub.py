@@ -222,7 +222,7 @@ def labels_whole_images(loaded: Loaded) -> bool:
     data: Any = loaded.datamodule
     image = torch.zeros(1, *data.image_shape, dtype=torch.uint8)
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             logits = loaded.module(image)
     # forward is somebody else's code.
     except Exception:

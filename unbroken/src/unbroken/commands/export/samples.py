@@ -151,7 +151,7 @@ class Recorder(dict[str, Tensor]):
 def asked_for(module: LightningModule, entries: dict[str, Tensor]) -> dict[str, Tensor]:
     """The entries that a forward of one dictionary uses: a label beside them is no input."""
     recorder = Recorder(entries)
-    with torch.inference_mode(), contextlib.suppress(Exception):
+    with torch.no_grad(), contextlib.suppress(Exception):
         module(recorder)
     return {key: tensor for key, tensor in entries.items() if key in recorder.asked} or entries
 
@@ -186,7 +186,7 @@ def returns_logits(module: LightningModule, samples: Samples, classes: int) -> b
     """Whether the only output is (batch, classes)."""
     if [output.key for output in samples.outputs] != ["output"]:
         return False
-    with torch.inference_mode():
+    with torch.no_grad():
         output = Forward(module, samples.way, samples.names)(*(x[:1] for x in samples.inputs))
     return tuple(output.shape) == (1, classes)
 

@@ -19,6 +19,8 @@ MEANINGS = {
     "A graph has no such branch: torch.where chooses between two results",
     "Constraints violated": "it is written for certain batch sizes: it branches on the batch's "
     "size, or has a fixed size where the batch's should stand, as .view(16, 4)",
+    "fake tensor in the exported program": "it asks for gradients, or for something else that"
+    " PyTorch cannot trace",
     ".numpy()": "it leaves PyTorch by .numpy(). A graph holds operations on tensors alone",
 }
 
@@ -48,7 +50,7 @@ def trace(loaded: Loaded, samples: Samples) -> torch.export.ExportedProgram:
 
 def check_repeats_itself(forward: Forward, example: tuple[Tensor, ...], name: str) -> None:
     """A UserError where forward answers the same question in two ways: no export could agree."""
-    with torch.inference_mode():
+    with torch.no_grad():
         first = named(forward(*example))
         second = named(forward(*example))
     for key, value in first.items():

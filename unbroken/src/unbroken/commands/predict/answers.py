@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from unbroken import contract
 from unbroken.cli.read_checkpoint import Loaded
@@ -19,14 +20,17 @@ UNSURE = 0.7
 def predict_batch(loaded: Loaded, batch: Tensor) -> Any:
     """What ``predict_step`` returns for a batch of inputs, without targets."""
     try:
-        with torch.inference_mode():
-            return loaded.module.predict_step(batch, 0)
+        # A module may ask for gradients inside, as that of a force does: inference mode has none.
+        with torch.no_grad():
+            answer = loaded.module.predict_step(batch, 0)
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise UserError(
             f"{type(loaded.module).__name__}.predict_step must take a batch of inputs alone, "
             f"got {tuple(batch.shape)} of {batch.dtype} ({reason})."
         ) from error
+    # What it needed for gradients would stay in memory until all files are read.
+    return apply_to_collection(answer, Tensor, Tensor.detach)
 
 
 def are_probabilities(answer: Any, classes: int) -> bool:
