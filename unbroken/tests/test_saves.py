@@ -23,7 +23,7 @@ from unbroken.errors import NotSaved
 from unbroken.storage import checkpoint_files, files, run_files
 from unbroken.storage.files import NotWritten, copy_atomically
 from unbroken.storage.run_files import Costs
-from unbroken.storage.staging import Staging, bytes_in, memory_made_for, place_of
+from unbroken.storage.staging import Staging, bytes_in, memory_made_for, memory_of
 from unbroken.storage.writer import Writer
 
 from tests.commands import checkpoint
@@ -325,7 +325,7 @@ def test_what_fsdp_has_gathered_for_a_checkpoint_is_not_copied_and_all_else_is()
         "callbacks": {"average": torch.ones(2)},
     }
     private = memory_made_for(checkpoint, trainer)
-    assert private == {place_of(gathered), place_of(moments["exp_avg"])}
+    assert private == {memory_of(gathered), memory_of(moments["exp_avg"])}
     copied = Staging().copy(checkpoint, private)
     assert copied["state_dict"]["weight"].data_ptr() == gathered.data_ptr()
     assert copied["state_dict"]["running_mean"].data_ptr() != module.running_mean.data_ptr()  # type: ignore[union-attr]
