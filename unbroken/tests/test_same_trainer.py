@@ -373,6 +373,37 @@ def test_a_trainer_that_is_to_save_nothing_is_refused_with_our_name(
     Trainer(accelerator="cpu", **argument)
 
 
+class NoState:
+    """A schedule that declares a state, and has none."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None: ...
+
+    def state_dict(self) -> None: ...
+
+    def load_state_dict(self, state: None) -> None: ...
+
+
+class Scheduled(Regression):
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), 0.01)
+        return [optimizer], [NoState(optimizer)]
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_schedule_whose_state_is_none_trains_and_resumes(workplace: Path, changed: bool) -> None:
+    for epochs in (1, 2):
+        keep = ExactCheckpoint("r", changed=changed)
+        trainer = trainer_of(keep, max_epochs=epochs)
+        trainer.fit(Scheduled(), ckpt_path=keep.resume_from)
+        assert trainer.global_step == 6 * epochs
+
+
 # The live loader: what the user's code finds in trainer.train_dataloader
 
 

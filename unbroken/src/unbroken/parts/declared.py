@@ -96,13 +96,16 @@ def plain_entries_of(state: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return plain, odd
 
 
-def plain_state(schedule: Any) -> dict[str, Any]:
+def plain_state(schedule: Any) -> Any:
     """The state of one of the Trainer's schedules without objects, such as another schedule.
 
     torch's own state dict of a schedule has every attribute. Those that declare a state themselves
     are kept by :class:`DeclaredStates`.
     """
-    state: dict[str, Any] = schedule.state_dict()
+    state = schedule.state_dict()
+    if not isinstance(state, dict):
+        # Of a schedule of the user's own. It may be None.
+        return state
     plain, _ = plain_entries_of(state)
     return plain if len(plain) < len(state) else state
 

@@ -76,8 +76,9 @@ def apply_changes(
         for schedule, wanted, earlier in zip(
             schedules, now["schedules"], before["schedules"], strict=False
         ):
-            state = with_changes(schedule.state_dict(), wanted, earlier)
-            schedule.load_state_dict(state)
+            if isinstance(wanted, dict) and isinstance(earlier, dict):
+                state = with_changes(schedule.state_dict(), wanted, earlier)
+                schedule.load_state_dict(state)
     for schedule in schedules:
         if isinstance(schedule, LambdaLR):
             apply_function_of_the_step(schedule)
