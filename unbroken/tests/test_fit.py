@@ -110,13 +110,15 @@ def test_what_a_run_says_is_broken_between_words_on_a_narrow_terminal(
     facts.monitor = "val/a_metric_that_somebody_named"
     facts.best_score = 0.25
     facts.best_epoch = 1
-    (tmp_path / "last.ckpt").touch()
-    (tmp_path / "best.ckpt").touch()
-    monkeypatch.chdir(tmp_path.parent)
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "last.ckpt").touch()
+    (folder / "best.ckpt").touch()
+    monkeypatch.chdir(tmp_path)
     whole = [
         " | ".join(f"a part of the first line {number}" for number in range(4)),
-        *closing_lines(facts, tmp_path, "python -m digits.test").splitlines(),
-        *stopped_lines("python -m digits.fit", tmp_path, 1_234_567, 1_234_000),
+        *closing_lines(facts, folder, "python -m digits.test").splitlines(),
+        *stopped_lines("python -m digits.fit", folder, 1_234_567, 1_234_000),
     ]
     say(*whole)
     assert capsys.readouterr().out.splitlines() == whole

@@ -92,7 +92,10 @@ def test_without_files_the_batches_of_the_predict_dataloader_are_answered(
     line = error_of(
         capsys, "--ckpt_path", "checkpoints/Queue/best.ckpt", main=partial(predict.main, "numerals")
     )
-    assert line == "error: IMAGE is missing: name files, or give Queue a predict_dataloader."
+    assert line == (
+        "error: there is nothing to predict: name files, or give Queue a predict_dataloader, for"
+        " example of the rows of a table."
+    )
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,30 @@ def test_a_home_folder_in_a_config_file_is_expanded_unless_typed_otherwise(home:
     assert CommandLine(["--config", f"{home}/a.yaml"]).value("data.root") == f"{home}/digits"
 
 
+@pytest.mark.parametrize(
+    ("typed", "told"),
+    [
+        (["--model", "own.py"], "--model own.CLASS"),
+        (["--model=own.py:Net"], "--model own.Net"),
+        (["--data", "./nets/own.py::Rows"], "--data nets.own.Rows"),
+        (["--data", "rows.csv"], "--data PACKAGE.CLASS"),
+    ],
+)
+def test_a_file_in_the_place_of_a_class_is_told_with_what_to_write(
+    typed: list[str], told: str, workplace: Path
+) -> None:
+    Path("rows.csv").write_text("a,b\n1,2")
+    with pytest.raises(UserError) as error:
+        CommandLine(typed)
+    assert "must be a class, got the file " in str(error.value)
+    assert str(error.value).endswith(told)
+
+
+def test_sections_may_stand_in_files_of_their_own(workplace: Path) -> None:
+    Path("net.yaml").write_text("class_path: own.Net")
+    assert CommandLine(["--model", "net.yaml"]).value("model.class_path") == "net.yaml"
+
+
 def test_a_config_from_a_pipe_is_read_once_and_by_ranks_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

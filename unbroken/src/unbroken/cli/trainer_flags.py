@@ -34,6 +34,8 @@ COUNTS: dict[str, int | None] = {
     "accumulate_grad_batches": None,
     "check_val_every_n_epoch": None,
 }
+# What a word for an accelerator may mean; others are Lightning's to judge.
+KINDS_OF_DEVICES = {"gpu": ("cuda", "mps"), "cuda": ("cuda",), "mps": ("mps",)}
 PROCESSES_PER_CORE = 4  # more ranks than that on CPU cores only swap
 THREADS_PER_CORE = 4  # more threads than that would wait for each other in every operation
 
@@ -158,6 +160,11 @@ def refuse_what_cannot_run(flags: dict[str, Any], world_size: int) -> None:
 
 
 def _refuse_devices(flags: dict[str, Any], world_size: int) -> None:
+    asked = flags["accelerator"]
+    kinds = KINDS_OF_DEVICES.get(asked, ()) if isinstance(asked, str) else ()
+    if kinds and not any(is_here(kind) for kind in kinds):
+        fix = "Leave the flag away to train on what is here, or see the command devices."
+        raise UserError(f"--accelerator {asked}: PyTorch finds no such device here. {fix}")
     devices = str(flags["devices"])
     count = int(devices) if devices.isdigit() else 1
     if is_on_cpu(flags["accelerator"]):

@@ -3,6 +3,7 @@ names.
 """
 
 import argparse
+import os
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -55,6 +56,8 @@ class CommandLine:
         for word, following in pairwise([*typed, None]):
             self._take_word(str(word), following)
         _refuse_address(self.value("trainer.default_root_dir"))
+        for option, name in CLASSES.items():
+            _refuse_file_for_class(f"--{option}", self.value(name))
         self.asks_for_help = "--help" in typed or "-h" in typed
         limits = [self.value("trainer.max_steps"), self.value("trainer.max_time")]
         self.sets_a_length = any(limit not in (None, "-1") for limit in limits)
@@ -102,6 +105,21 @@ def _refuse_address(root: str | None) -> None:
         must = "be a folder of this machine, or one that is mounted here"
         hint = f" To keep runs there as well: --mirror {without_password(root)}"
         require(False, "--default_root_dir", must, without_password(root), hint)
+
+
+def _refuse_file_for_class(option: str, value: str | None) -> None:
+    """A UserError for a file in the place of a class: its code, or the data that it reads. The
+    parser would take it for settings.
+    """
+    code = re.fullmatch(r"(?:\./)?([\w/]+)\.py(?:::?(\w+))?", value or "")
+    if code is not None:
+        module, name = code.groups("CLASS")
+        hint = f" Name the class in it: {option} {module.replace('/', '.')}.{name}"
+        require(False, option, "be a class", f"the file {value}", hint)
+    holds_settings = (value or "").endswith((".yaml", ".yml", ".json"))
+    if value is not None and os.path.isfile(value) and not holds_settings:
+        hint = f" Name a class that reads it: {option} PACKAGE.CLASS"
+        require(False, option, "be a class", f"the file {value}", hint)
 
 
 def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,10 @@ def predict_loaders(loaded: Loaded) -> list[Row]:
     )
     if not is_there:
         owners = type(module).__name__ if data is None else type(data).__name__
-        raise UserError(f"IMAGE is missing: name files, or give {owners} a predict_dataloader.")
+        raise UserError(
+            f"there is nothing to predict: name files, or give {owners} a predict_dataloader, for"
+            " example of the rows of a table."
+        )
     flags = trainer_flags(loaded.config)
     flags["logger"] = False
     flags["enable_model_summary"] = False
