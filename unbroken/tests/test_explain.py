@@ -64,6 +64,17 @@ def error_of(*words: str) -> str:
             ["--model.class_path", "tests.test_explain.Sized", "--model.sizes", "64,32"],
             "--model.sizes must be a list in brackets, such as [a,b], got 64,32.",
         ),
+        # Names that are right for other classes are not suggested for this one.
+        (["--model.weight_decay", "1"], "unknown option --model.weight_decay. See --help."),
+        (["--data.source", "x"], "unknown option --data.source. See --help."),
+        (
+            ["--model.learning_rate", "1"],
+            "unknown option --model.learning_rate. Did you mean --model.lr? See --help.",
+        ),
+        (
+            ["--data.worker", "1"],
+            "unknown option --data.worker. Did you mean --data.workers? See --help.",
+        ),
         (
             ["--matmul_precision", "low"],
             "--matmul_precision must be one of highest, high, medium, got low.",

@@ -625,6 +625,19 @@ def test_what_fit_refuses_ends_the_sweep_before_a_trial_starts_and_leaves_no_fol
     assert not (tmp_path / "lr").exists()
 
 
+def test_an_option_that_the_sweep_file_alone_names_is_told_with_its_file(
+    flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "subprocess", None)
+    file = tmp_path / "space.yaml"
+    file.write_text("parameters: {model.depth_of_trees: {values: [1, 2]}}\n")
+    with pytest.raises(UserError) as error:
+        sweep.main("numerals", [*flags, "--trials", "1"])
+    told = f"{file} searches what fit refuses: unknown option --model.depth_of_trees."
+    assert str(error.value).startswith(told)
+    assert str(error.value).endswith("Change the file, or name another one by --space.")
+
+
 def test_the_picture_has_room_for_choices_that_no_trial_drew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

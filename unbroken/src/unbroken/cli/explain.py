@@ -65,15 +65,19 @@ def explain(message: str, options: Sequence[str], elsewhere: Mapping[str, str] =
 
 def _unknown_inside(message: str, keys: Sequence[str], elsewhere: Mapping[str, str]) -> str | None:
     """A nested parser of a class has explained it already, without the keys around it."""
-    found = re.search(r"unknown option --[\w.\-]+\.(?: Did you mean --[\w.\-]+\?)?", message)
+    found = re.search(r"unknown option --([\w.\-]+)\.(?: Did you mean --([\w.\-]+)\?)?", message)
     if found is None:
         return None
+    name, meant = found.groups()
     prefix = "--" + "".join(f"{key}." for key in keys)
-    typed = re.search(r"unknown option --([\w.\-]+)\.", message)
-    if typed is not None and prefix + typed[1] in elsewhere:
-        option = prefix + typed[1]
-        return f"unknown option {option}. Did you mean {elsewhere[option]}? {SEE}"
-    return re.sub("(?<= )--", prefix, found[0]) + f" {SEE}"
+    option = prefix + name
+    hint = ""
+    if option in elsewhere:
+        hint = f" Did you mean {elsewhere[option]}?"
+    # What other tools call it says nothing about this class, and has no keys around it.
+    elif meant is not None and elsewhere.get(f"--{name}") != f"--{meant}":
+        hint = f" Did you mean {prefix}{meant}?"
+    return f"unknown option {option}.{hint} {SEE}"
 
 
 def _unknown_in_group(

@@ -69,7 +69,7 @@ def main(package: str, argv: list[str]) -> int:
     space = read_space(space_file)
     folder = args.root / args.name
     is_new = not folder.exists()
-    refuse_what_fit_refuses(package, space, fit_arguments)
+    refuse_what_fit_refuses(package, space, space_file, fit_arguments)
     fit_arguments, lock = claim(folder, space_file, fit_arguments)
     try:
         study = open_study(folder, space, args.trials, args.seed)
@@ -211,7 +211,9 @@ def say_what_is_searched(study: optuna.Study, space: Space, args: Namespace) -> 
         print(f"going on with {args.name}: {begun}.", flush=True)
 
 
-def refuse_what_fit_refuses(package: str, space: Space, fit_arguments: Sequence[str]) -> None:
+def refuse_what_fit_refuses(
+    package: str, space: Space, space_file: Path, fit_arguments: Sequence[str]
+) -> None:
     """A UserError for arguments with which no trial can start, before the first one does.
 
     Where the sweep file chooses a class, such as ``model.network``, the options of that class are
@@ -225,7 +227,16 @@ def refuse_what_fit_refuses(package: str, space: Space, fit_arguments: Sequence[
         from unbroken.cli.cli import configure
         from unbroken.commands.program_of import program_of
     drawn = [f"--{name}={as_typed(value)}" for name, value in space.first_setting().items()]
-    configure(program_of(package), "fit", [*fit_arguments, *drawn])
+    try:
+        configure(program_of(package), "fit", [*fit_arguments, *drawn])
+    except UserError as error:
+        named = re.findall(r"--[\w.]*\w", str(error))
+        if not any(f"--{name}" in named for name in space.parameters):
+            raise
+        raise UserError(
+            f"{space_file} searches what fit refuses: {error} Change the file, or name another one"
+            " by --space."
+        ) from None
 
 
 def without_limits(fit_arguments: Sequence[str]) -> tuple[list[str], list[str]]:
