@@ -139,6 +139,7 @@ def test_lines_and_warnings_are_written_above_a_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shown_warnings, "SHOWN", set())
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     with tqdm(total=3, file=sys.stdout, leave=False) as bar:
         say("a line")
         with warnings.catch_warnings():

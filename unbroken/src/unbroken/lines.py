@@ -16,11 +16,14 @@ def write_lines(text: str, file: TextIO | None = None) -> None:
     """
     # A script may have put something of its own there, or nothing.
     stream: Any = sys.stdout if file is None else file
-    if hasattr(stream, "isatty") and stream.isatty():
+    is_terminal = hasattr(stream, "isatty") and stream.isatty()
+    if is_terminal:
         columns = shutil.get_terminal_size().columns
         text = "\n".join(_broken(line, columns) for line in text.split("\n"))
-    if _shows_a_bar():
-        # tqdm was imported for the bar.
+    # A bar of whichever package is one of tqdm's. A forked process knows the bars of the one that
+    # made it, and cannot take them away.
+    may_show_a_bar = "tqdm" in sys.modules and multiprocessing.parent_process() is None
+    if is_terminal and may_show_a_bar:
         sys.modules["tqdm"].tqdm.write(text, file=stream)
         stream.flush()
     else:
@@ -31,16 +34,3 @@ def _broken(line: str, columns: int) -> str:
     if len(line) <= columns or line.startswith(" "):
         return line
     return textwrap.fill(line, columns, break_long_words=False, break_on_hyphens=False)
-
-
-def _shows_a_bar() -> bool:
-    """Whether this process shows a bar of tqdm's, of whichever package.
-
-    A forked process knows the bars of the one that made it, and cannot take them away.
-    """
-    tqdm: Any = sys.modules.get("tqdm")
-    if tqdm is None or multiprocessing.parent_process() is not None:
-        return False
-    # The name is private. Without it lines are written as if there were no bar.
-    bars = getattr(tqdm.tqdm, "_instances", ())
-    return any(not bar.disable for bar in list(bars))
