@@ -59,7 +59,7 @@ class EarlyStop(Part):
 
 def states_of_loaders(fit: dict[str, Any]) -> list[Any]:
     """Take Lightning's own states of loaders out of the saved state of the fit loop."""
-    states: list[Any] = fit["state_dict"].pop("combined_loader", [])
+    states: list[Any] = fit.get("state_dict", {}).pop("combined_loader", [])
     return states
 
 

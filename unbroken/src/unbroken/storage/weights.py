@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -66,19 +67,22 @@ def load_weights(
     fills_in_on_load = is_overridden("on_load_checkpoint", module)
     if late and is_overridden("setup", module) and _lets_setup_size_buffers(module, weights):
         return False
-    if late and again and fills_in_on_load:
+    taker = module
+    if late and again and fills_in_on_load and not _fit_as_they_are(module, weights):
         # Lightning calls the hook before it loads them. The hook may make layers, or put in what
-        # was not saved, and called here as well it would do so twice.
-        return _fit_as_they_are(module, weights)
+        # was not saved, and would do so twice. So a copy tells here whether they fit then.
+        taker = copy.deepcopy(module)
+        taker.on_load_checkpoint(checkpoint)
+        weights = checkpoint["state_dict"]
     with misfits_as_errors(f"--ckpt_path {path}"):
-        missing, unexpected = module.load_state_dict(weights, strict=False)
+        missing, unexpected = taker.load_state_dict(weights, strict=False)
         makes_layers = is_overridden("setup", module) or fills_in_on_load
         if late and makes_layers and unexpected and not missing:
             return False
         if missing or unexpected:
             # The error tells which.
-            module.load_state_dict(weights, strict=module.strict_loading)
-    return True
+            taker.load_state_dict(weights, strict=module.strict_loading)
+    return taker is module
 
 
 def _fit_as_they_are(module: LightningModule, weights: dict[str, Any]) -> bool:
