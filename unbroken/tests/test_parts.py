@@ -799,8 +799,8 @@ def test_counters_between_two_steps_are_all_done_or_not_begun() -> None:
     def counters(ready: int, completed: int) -> dict[str, int]:
         return {"ready": ready, "started": ready, "processed": completed, "completed": completed}
 
-    fit = {
-        "combined_loader": [1],
+    fit: dict[str, Any] = {
+        "state_dict": {"combined_loader": [1]},
         "epoch_loop.batch_progress": {
             "total": counters(8, 7),
             "current": counters(4, 3),
@@ -811,7 +811,7 @@ def test_counters_between_two_steps_are_all_done_or_not_begun() -> None:
         "epoch_progress": {"total": counters(2, 1), "current": counters(2, 1)},
     }
     clean_counters(fit, "batch", validated=True)
-    assert "combined_loader" not in fit
+    assert fit["state_dict"] == {}
     assert fit["epoch_loop.batch_progress"]["current"] == counters(3, 3)
     assert not fit["epoch_loop.batch_progress"]["is_last_batch"]
     assert fit["epoch_loop.state_dict"]["_batches_that_stepped"] == 6
