@@ -5,9 +5,6 @@ python -m project.fit --precision 16-mixed
 python -m project.fit --config configs/fast.yaml --data.root data
 python -m project.fit --run_name mine --ckpt_path auto
 torchrun --nproc_per_node 4 -m project.fit --strategy ddp
-torchrun --nproc_per_node 4 -m project.fit -- --monitor val/loss
-
-The two dashes keep torchrun from taking --monitor for an option of its own.
 """
 
 from unbroken.start import prepare_process

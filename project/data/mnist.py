@@ -172,9 +172,7 @@ class MNISTDataModule(LightningDataModule):
         raise UserError(f"--data.root {self.root}: {lacks}. {fix}, or {sample}.")
 
     def stay_with(self, data_source: str | None) -> None:
-        """Use what a run found at its start, where the source is ``auto``. Called as the run is
-        resumed, and by the other commands.
-        """
+        """Called at a resume: where the source is ``auto``, use what the run found at its start."""
         if self.source == "auto" and data_source:
             self.data_source = data_source
 

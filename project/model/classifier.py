@@ -82,8 +82,7 @@ class MNISTClassifier(LightningModule):
             self.network.compile()
         tasks.register_mean_and_std(self, [0.1307], [0.3081])
 
-        # Every checkpoint holds their sums, and a resumed run adds to them: see KeepsSums in
-        # unbroken.contract.
+        # Every checkpoint holds their sums (KeepsSums in unbroken.contract): a resume adds to them.
         loss = partial(cross_entropy, reduction="none")
         self.train_means = tasks.RunningMeans(self, loss=loss, accuracy=tasks.is_right)
         self.eval_means = tasks.RunningMeans(self, loss=loss, accuracy=tasks.is_right)
