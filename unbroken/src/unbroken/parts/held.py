@@ -273,18 +273,25 @@ class _Look:
         self._walk(places)
 
     def data_sets(self) -> None:
-        """Those that nobody holds but a loader."""
+        """Numbers of those that nobody holds but a loader, and of data sets in them. Nothing of
+        them is kept: their generators are seeded for each batch.
+        """
         trainer = self.trainer
-        inside = Inside(keeps_attributes=False, told=OF_DATA, keeps_states=False)
         found = {
             "train_dataloader": trainer.train_dataloader,
             "val_dataloaders": trainer.val_dataloaders,
         }
-        self._walk(
-            Place(f"{name}.dataset", loader.dataset, 1, inside)
-            for name, loader in _loaders_in(found)
-            if isinstance(getattr(loader, "dataset", None), Dataset)
-        )
+        inside = Inside(told=OF_DATA)
+        for name, loader in _loaders_in(found):
+            waiting = [(f"{name}.dataset", getattr(loader, "dataset", None))]
+            while waiting:
+                path, value = waiting.pop()
+                if not is_asked_by_key(value) or id(value) in self.seen:
+                    continue
+                self.seen[id(value)] = Place(path, value)
+                for attribute, each in walk.attributes_of(value):
+                    self._tell(f"{path}.{attribute}", each, inside)
+                    waiting.append((f"{path}.{attribute}", each))
 
     # How it goes on
 
@@ -417,8 +424,6 @@ class _Look:
         is_read = id(value) in self.read
         if inside.keeps_states and not is_read and declares_state(value):
             return self._declared(place)
-        # Batches of any other are asked for by a key, and no state of it is kept.
-        is_asked = isinstance(value, Dataset) and not is_stream(value) and not has_state(value)
         self._tell(name, Identity(value), inside)
         length = sized_len(value) if isinstance(value, Dataset) else None
         if length is not None:
@@ -427,7 +432,7 @@ class _Look:
             self._tell(f"{name}.length", Length(length), within)
         within = inside._replace(
             keeps_attributes=False,
-            told=OF_DATA if is_read and is_asked else NOTHING,
+            told=OF_DATA if is_read and is_asked_by_key(value) else NOTHING,
             keeps_states=inside.keeps_states and not is_read,
         )
         return self._attributes(name, value, within, depth)
@@ -523,6 +528,11 @@ def _read_by(trainer: Trainer) -> set[int]:
                 if isinstance(each, list | tuple) and len(each) <= LONGEST:
                     waiting += [part for part in each if isinstance(part, Dataset)]
     return found
+
+
+def is_asked_by_key(value: Any) -> bool:
+    """Whether a value is a data set whose state nobody keeps."""
+    return isinstance(value, Dataset) and not is_stream(value) and not has_state(value)
 
 
 def _loaders_in(loaders: Any, name: str = "") -> Iterator[tuple[str, Any]]:
