@@ -1721,3 +1721,14 @@ def test_a_state_that_no_loader_takes_any_more_is_told_and_left_out() -> None:
     assert loading.lines_to_say == [
         "the checkpoint holds a state of a loader that has none now: the resume is not exact."
     ]
+
+
+def test_how_a_pass_is_cut_is_saved_as_well_before_its_rest_is_read() -> None:
+    first = exact_form(DataLoader(range(12), 4), True, seed=0)
+    next(iter(first))
+    first.batch_sampler.batch_size = 2
+    kept = first.exact_passes.kept_cut(epoch_ends=False)
+    assert (kept["of_pass"], kept["now"]) == ([4, False], [2, False])
+    resumed = exact_form(DataLoader(range(12), 4), True, seed=0)
+    resumed.exact_passes.cut_again(kept)
+    assert resumed.exact_passes.kept_cut(epoch_ends=False) == kept

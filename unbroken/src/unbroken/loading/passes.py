@@ -125,7 +125,9 @@ class Passes:
         """How the batches are cut, for a checkpoint. With ``epoch_ends`` training goes on with the
         next epoch.
         """
-        of_pass = None if epoch_ends or self.cut_of_pass is None else [*self.cut_of_pass]
+        # A resumed run that saves before it reads has the rest of a pass before it.
+        cut = self.cut_of_rest or self.cut_of_pass
+        of_pass = None if epoch_ends or cut is None else [*cut]
         now = [*cut_of(self.loader)]
         return {"as_made": [*self.cut_as_made], "of_pass": of_pass, "now": now}
 
