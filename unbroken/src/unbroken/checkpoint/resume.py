@@ -180,8 +180,9 @@ def call_epoch_start_again(trainer: Trainer) -> None:
     """Call ``on_train_epoch_start`` of the module and of the user's callbacks, for an epoch that
     goes on.
 
-    It brings what they set for an epoch, such as frozen layers in eval mode. Lightning leaves the
-    hook out there. What else they do is undone: see noted.py.
+    It brings what they set for an epoch and nobody keeps, such as an attribute of a callback.
+    Lightning leaves the hook out there. What is kept, or noted before (noted.py), is given back
+    after it.
     """
     module = trainer.lightning_module
     again = users_callbacks(trainer)

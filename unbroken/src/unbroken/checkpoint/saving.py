@@ -217,7 +217,10 @@ class Saving:
         return self._loading.starts_inside_epochs
 
     def _save(self, trainer: Trainer, wish: Wish) -> None:
-        """Write the files. Where a resumed run cannot go on, a new best is saved alone."""
+        """Begin to write the files. Where a resumed run cannot go on, a new best is saved alone.
+
+        A large state is on the disk later: :meth:`_note_saved` is called then.
+        """
         step = trainer.global_step if wish.can_go_on else None
         self._own_folder.files.write(
             trainer,

@@ -162,9 +162,10 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
     except signals.Stopped as stop:
         release_child_processes()  # the other ranks end now
         if not is_tested and timer.begun and trainer.is_global_zero:
-            # torchrun signals the remaining ranks as soon as one has ended: they must not end then.
+            # With one rank a second signal ends the run at once. With several it does not: torchrun
+            # signals the remaining ranks as soon as one has ended.
             if trainer.world_size == 1:
-                signals.state.deferring = False  # a second signal ends the run at once
+                signals.state.deferring = False
             finish(trainer, result_of(config, run, trainer, signal.Signals(stop.signum).name))
         if run.mirror is not None and trainer.is_global_zero:
             run.mirror.take()

@@ -7,7 +7,8 @@ passed on to rank zero.
 
 A second signal is ignored until the step is saved. After that a command with one rank lets it end
 the process at once (see ``unbroken/run/main_job.py``); with several ranks it stays ignored, since
-all of them must end together.
+all of them must end together. In a script the handlers are the script's again as soon as
+``Trainer.fit`` has told its callbacks of the end (:meth:`TakenOver.end`).
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """
@@ -147,6 +148,7 @@ class TakenOver:
     def end(self) -> None:
         """Let the script have its own handlers again."""
         if not self._handlers:
+            # A command keeps the signals for good.
             return
         for number, handler in self._handlers.items():
             signal.signal(number, handler)

@@ -103,12 +103,16 @@ class RunFiles:
     ) -> None:
         """Save the state that the Trainer has now. Every rank calls it; rank zero writes.
 
+        ``trainer.save_checkpoint`` calls our ``on_save_checkpoint``, which adds the state, and then
+        the :class:`OneSave` that stands in the place of the Trainer's CheckpointIO: it begins to
+        write.
+
         A disk that fails is no error here: :attr:`trouble` says so, and a line does.
 
         Args:
             trainer: Its own CheckpointIO is left alone.
             is_best: Whether ``best.ckpt`` is written. Else ``last.ckpt`` is.
-            is_last: Whether a new best becomes ``last.ckpt``, too.
+            is_last: Whether a new best is copied to ``last.ckpt``, too.
             group: The ranks' group in CPU memory.
             add_state: See :class:`OneSave`.
             when_saved: Called on rank zero when the files are on the disk.
