@@ -68,9 +68,9 @@ def load_weights(
     if late and is_overridden("setup", module) and _lets_setup_size_buffers(module, weights):
         return False
     taker = module
-    if late and again and fills_in_on_load and not _fit_as_they_are(module, weights):
-        # Lightning calls the hook before it loads them. The hook may make layers, or put in what
-        # was not saved, and would do so twice. So a copy tells here whether they fit then.
+    if late and again and fills_in_on_load and _has_no_place_for(weights, module):
+        # Lightning calls the hook before it loads them. The hook may make room, or put in what was
+        # not saved, and would do so twice. So a copy tells here whether they fit then.
         taker = copy.deepcopy(module)
         taker.on_load_checkpoint(checkpoint)
         weights = checkpoint["state_dict"]
@@ -85,13 +85,13 @@ def load_weights(
     return taker is module
 
 
-def _fit_as_they_are(module: LightningModule, weights: dict[str, Any]) -> bool:
-    """Load weights; returns whether all of them, and no others, have a place in the module."""
+def _has_no_place_for(weights: dict[str, Any], module: LightningModule) -> bool:
+    """Load weights; returns whether the module has others than these, or of other sizes."""
     try:
-        missing, unexpected = module.load_state_dict(weights, strict=False)
+        missing, _ = module.load_state_dict(weights, strict=False)
     except MISFITS:
-        return False
-    return not missing and not unexpected
+        return True
+    return bool(missing)
 
 
 @contextmanager
