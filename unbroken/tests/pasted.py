@@ -20,7 +20,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch.utils.data import DataLoader, Sampler
 
-from tests.planted import Averages, Counting, Endless, OfTheClass, Plain, table
+from tests.planted import Averages, Counting, Endless, OfTheClass, Plain, Tables, table
 
 # A file of a package: its classes are not the user's own.
 PACKAGE = '''
@@ -239,7 +239,7 @@ class Turning(Sampler[int]):
         return iter([(self.first + place) % 104 for place in range(104)])
 
 
-class OwnData(LightningDataModule):
+class OwnData(Tables, LightningDataModule):
     """An object of a package's class, in a data module."""
 
     make_box: ClassVar[Callable[..., Any]]
@@ -247,15 +247,6 @@ class OwnData(LightningDataModule):
     def __init__(self) -> None:
         super().__init__()
         self.held = type(self).make_box(count=0)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(table(104, 0), 8, shuffle=True)
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(table(37, 1), 8)
-
-    def test_dataloader(self) -> Any:
-        return DataLoader(table(29, 2), 8)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         if self.trainer is not None and self.trainer.training:

@@ -352,7 +352,7 @@ def test_a_script_with_a_rank_that_no_launcher_has_given_logs_and_saves(
     monkeypatch.setenv(name, "1")
     # Lightning has read it as it was imported.
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    monkeypatch.setattr(ranks.Place, "is_alone", False)
+    monkeypatch.setattr(ranks.ThisProcess, "is_alone", False)
     keep = ExactCheckpoint("r")
     trainer_of(keep, logger=CSVLogger("log"), log_every_n_steps=1).fit(Regression())
     line = f"{name}=1 of the environment is ignored: no launcher has started this process."
@@ -700,27 +700,37 @@ def test_what_a_pickle_holds_of_a_live_loader_is_the_users_own(
 
 
 class SavesItself(Callback):
-    """Lets Lightning write a checkpoint inside the second epoch."""
+    """Lets Lightning write a checkpoint in a hook."""
+
+    def __init__(self, hook: str, step: int) -> None:
+        self.saves_at = (hook, step)
+
+    def _save_in(self, trainer: Trainer, hook: str) -> None:
+        if self.saves_at == (hook, trainer.global_step):
+            trainer.save_checkpoint("theirs.ckpt")
 
     def on_train_batch_end(self, trainer: Trainer, *further: Any) -> None:
-        if trainer.global_step == 4:
-            trainer.save_checkpoint("theirs.ckpt")
+        self._save_in(trainer, "on_train_batch_end")
+
+    def on_train_epoch_end(self, trainer: Trainer, *further: Any) -> None:
+        self._save_in(trainer, "on_train_epoch_end")
 
 
 @pytest.mark.parametrize("was_plain", [False, True])
 @pytest.mark.parametrize("make", [Stateful, StatefulAndLocked])
+@pytest.mark.parametrize(("hook", "step"), [("on_train_batch_end", 4), ("on_train_epoch_end", 3)])
 def test_a_loader_goes_on_from_its_state_in_a_checkpoint_that_lightning_has_written(
-    workplace: Path, make: Callable[[], Any], was_plain: bool
+    workplace: Path, hook: str, step: int, make: Callable[[], Any], was_plain: bool
 ) -> None:
     flags: dict[str, Any] = QUIET | {"limit_train_batches": 1.0, "max_epochs": 3}
     seen = Seen()
     first = [] if was_plain else [ExactCheckpoint("first")]
-    Trainer(callbacks=[seen, SavesItself(), *first], **flags).fit(Reads(None), make())
+    Trainer(callbacks=[seen, SavesItself(hook, step), *first], **flags).fit(Reads(None), make())
     again = Seen()
     second = Trainer(callbacks=[again, ExactCheckpoint("second")], **flags)
     second.fit(Reads(None), make(), ckpt_path="theirs.ckpt")
-    assert again.batches == seen.batches[4:]
-    assert len(again.batches) == 5
+    assert len(seen.batches) == 9
+    assert again.batches == seen.batches[step:]
 
 
 def test_no_class_is_announced_to_the_users_own_classes() -> None:
@@ -857,80 +867,3 @@ def test_two_ranks_whose_batches_grow_are_killed_and_go_on_bit_identically(
     resumed = run_ranks("fit", "--run_name", "r", "--ckpt_path", "auto")
     assert resumed.returncode == 0, resumed.stderr
     assert_same_run(Path("checkpoints/reference"), Path("checkpoints/r"))
-
-
-class Batches:
-    """A loader of one's own with ten batches and a state."""
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def __iter__(self) -> Iterator[Tensor]:
-        # Lightning asks for no batch after the last, so the end of an epoch is seen here.
-        self.next %= 10
-        while self.next < 10:
-            self.next += 1
-            yield torch.full((2, 4), float(self.next - 1))
-
-    def __len__(self) -> int:
-        return 10
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
-
-
-class ReadsBatches(LightningModule):
-    """Notes the number of each batch, and lets the Trainer save once."""
-
-    def __init__(self, hook: str | None = None, step: int = 0) -> None:
-        super().__init__()
-        self.layer = torch.nn.Linear(4, 1)
-        self.saves_at = (hook, step)
-        self.read: list[int] = []
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.read.append(int(batch[0, 0]))
-        loss: Tensor = self.layer(batch).mean()
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), 0.01)
-
-    def save_in(self, hook: str) -> None:
-        if self.saves_at == (hook, self.trainer.global_step):
-            self.trainer.save_checkpoint("others.ckpt")
-
-    def on_train_epoch_start(self) -> None:
-        self.save_in("on_train_epoch_start")
-
-    def on_train_batch_end(self, *_: Any) -> None:
-        self.save_in("on_train_batch_end")
-
-    def on_train_epoch_end(self) -> None:
-        self.save_in("on_train_epoch_end")
-
-
-@pytest.mark.parametrize("is_saved_by_ours", [True, False])
-@pytest.mark.parametrize(
-    ("hook", "step", "left"),
-    [
-        ("on_train_batch_end", 4, [4, 5, 6, 7, 8, 9]),
-        ("on_train_epoch_end", 10, []),
-    ],
-)
-def test_a_checkpoint_that_a_hook_saves_holds_the_state_of_a_loader(
-    hook: str, step: int, left: list[int], is_saved_by_ours: bool, workplace: Path
-) -> None:
-    flags = QUIET | {"max_epochs": 2, "limit_train_batches": 1.0}
-    ours = [ExactCheckpoint("first")] if is_saved_by_ours else []
-    plain: dict[str, Any] = {} if is_saved_by_ours else {"enable_checkpointing": False}
-    module = ReadsBatches(hook, step)
-    Trainer(callbacks=[*ours], **flags, **plain).fit(module, Batches())
-    assert module.read == [*range(10), *range(10)]
-    again = ReadsBatches()
-    trainer = Trainer(callbacks=[ExactCheckpoint("again")], **flags)
-    trainer.fit(again, Batches(), ckpt_path="others.ckpt")
-    assert again.read == [*left, *range(10)]

@@ -125,7 +125,7 @@ def test_main_in_a_notebook_ignores_such_a_rank_as_well(
     monkeypatch.setenv(name, "1")
     # Lightning has read it as it was imported.
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    monkeypatch.setattr(ranks.Place, "is_alone", False)
+    monkeypatch.setattr(ranks.ThisProcess, "is_alone", False)
     assert fit.main([*TINY, "--logger", "tensorboard", "--run_name", "r"]) == 0
     line = f"{name}=1 of the environment is ignored: no launcher has started this process."
     assert capsys.readouterr().out.splitlines().count(line) == 1

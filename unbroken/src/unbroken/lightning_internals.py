@@ -38,6 +38,10 @@ from unbroken.tensors.unsized import CANNOT_BE_AVERAGED, has_lazy_layers
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
 
+# Where a state dict keeps the versions of a module's parts. Buys that a stranger's file gives these
+# and nothing else that steers how weights are loaded. Public way missing.
+METADATA = "_metadata"
+
 # Module: the names in it that this file uses. An attribute that only instances have cannot be
 # looked up. A class attribute of the same file stands for it, where there is one.
 NAMES = {
@@ -760,11 +764,6 @@ def memory_history(path: Path, max_entries: int) -> Iterator[None]:
     yield
     torch.cuda.memory._dump_snapshot(str(path))
     torch.cuda.memory._record_memory_history(enabled=None)
-
-
-# Where a state dict keeps the versions of a module's parts. Buys that a stranger's file gives these
-# and nothing else that steers how weights are loaded. Public way missing.
-METADATA = "_metadata"
 
 
 @contextmanager

@@ -122,7 +122,8 @@ class Hooks(Callback):
         engine = self.engine
         engine.own_folder.files.check()
         engine.restoring.before_batch()
-        engine.kept.objects.before_batch(trainer)
+        if engine.own_folder.saves:
+            engine.kept.objects.before_batch(trainer)
         engine.saving.before_batch(trainer)
 
     def on_train_batch_end(

@@ -30,7 +30,7 @@ COMPARED = 3
 EPOCHS = 2
 # A first epoch that is longer than this is not read to its end.
 MOST_BATCHES = max(TRIED) + COMPARED
-# A slow stream is not tried further after so many seconds.
+# A slow stream or data set is not tried further after so many seconds.
 PATIENCE_SECONDS = 10.0
 
 

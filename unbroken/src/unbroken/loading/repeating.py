@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from unbroken.loading.exact_loader import ExactLoader, PlainRequests
+from unbroken.loading.proof import PATIENCE_SECONDS
 from unbroken.loading.workers import prepare_worker, workers_end_with_block
 from unbroken.tensors.same_values import is_same
 
@@ -26,7 +27,6 @@ from unbroken.tensors.same_values import is_same
 BATCHES = 2
 # A batch of the trial has at most so many samples, because one may take long to read.
 SAMPLES = 4
-PATIENCE_SECONDS = 10.0
 # Rows of tensors, and functions that collate them, keep no state in these packages.
 WITHOUT_STATE = ("torch.", "unbroken.")
 

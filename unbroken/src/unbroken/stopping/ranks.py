@@ -32,8 +32,8 @@ NOBODY_READS = (errno.EPIPE, errno.EIO)
 MEETING_POLL_SECONDS = 0.05
 
 
-class Place:
-    """What is known of this process's place beside the environment."""
+class ThisProcess:
+    """What is known of this process beside its environment."""
 
     # Whether a Trainer trains here without other ranks, whatever the environment says
     is_alone = False
@@ -87,7 +87,7 @@ def take_rank_of_the_trainer(trainer: Any) -> None:
         return
     lightnings.rank = 0
     given = _ranks_of_the_environment()
-    Place.is_alone = True
+    ThisProcess.is_alone = True
     _say_what_is_ignored(given)
 
 
@@ -120,7 +120,7 @@ def refuse_one_process_of_several_tasks() -> None:
 def is_child() -> bool:
     """Whether Lightning's launcher started this process as a further rank of another one."""
     by_another_launcher = launched_world()[1] > 1
-    if Place.is_alone or by_another_launcher:
+    if ThisProcess.is_alone or by_another_launcher:
         return False
     return os.environ.get("LOCAL_RANK", "0") != "0"
 

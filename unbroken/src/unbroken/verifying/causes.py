@@ -9,7 +9,13 @@ from unbroken.verifying import recorder as kinds
 from unbroken.verifying.differences import Comparison, Difference, same_samples, that_matter
 from unbroken.verifying.digests import Entry
 from unbroken.verifying.facts import facts_from
-from unbroken.verifying.mends import Known, lines_to_hold, lines_to_keep, owner_of_label
+from unbroken.verifying.mends import (
+    Known,
+    bare_label,
+    lines_to_hold,
+    lines_to_keep,
+    owner_of_label,
+)
 from unbroken.verifying.recordings import Moment, Recording
 
 # The owner of a value, and the attribute of it that holds the value
@@ -19,7 +25,6 @@ OWNED = re.compile(
 )
 # Names that are told of a group of values.
 FEW = 3
-OF_CLASS = "class of "
 # What is told of a run, and nothing that it trains on.
 REPORTED = {kinds.LOGGED, kinds.BEST, kinds.TEST}
 
@@ -188,7 +193,7 @@ def _owner(root: str, group: list[Difference], known: Known) -> str | None:
     match = OWNED.match(root)
     if match is None or "()'s " in root:
         return None
-    return owner_of_label(_bare_label(group[0].label), match["owner"], known)
+    return owner_of_label(bare_label(group[0].label), match["owner"], known)
 
 
 def _known(wrong: list[Difference], undisturbed: Recording) -> Known:
@@ -329,17 +334,11 @@ def _other_batches(comparison: Comparison) -> Cause:
 
 
 def _root(label: str) -> str:
-    label = _bare_label(label)
+    label = bare_label(label)
     match = OWNED.match(label)
     if match is None or "()'s " in label:
         return re.split(r"[\[]", label)[0] if "()'s " not in label else label.partition("[")[0]
     return match[0]
-
-
-def _bare_label(label: str) -> str:
-    """The name of the value that a label says something of."""
-    label = label.removeprefix(OF_CLASS)
-    return label.removeprefix("len(").removesuffix(")") if label.startswith("len(") else label
 
 
 def _labels(group: list[Difference]) -> list[str]:

@@ -68,7 +68,7 @@ class Facts:
         kind: The name of an object's class, with those that it lies in.
         is_users: Whether that class is the user's own.
         own_hooks: Which of :data:`TAKING` and :data:`GIVING_BACK` the class itself defines.
-        all_hooks: Those that it or a class below it defines, but for empty ones.
+        all_hooks: Those that it or a base class of it defines, but for empty ones.
         state_names: Names that its :data:`TAKING` methods read, but for those of every module.
         set_at_start: Attributes that its hooks of the start set.
         family: Whether it is a stream, a sampler or a dataset of rows; empty: none of them.
@@ -97,15 +97,11 @@ class Facts:
 def facts_from(text: str) -> Facts:
     """The facts that a text tells."""
     content: dict[str, Any] = json.loads(text)
-    values: dict[str, Any] = {
-        name: tuple(each) if type(each) is list else each for name, each in content.items()
-    }
-    return Facts(**values)
-
-
-def facts_of_value(value: Any) -> Facts:
-    """The facts of a value that is compared as a whole, or a container."""
-    return Facts(form_of(value))
+    for name, each in content.items():
+        # JSON knows no tuples.
+        if isinstance(each, list):
+            content[name] = tuple(each)
+    return Facts(**content)
 
 
 def form_of(value: Any) -> str:

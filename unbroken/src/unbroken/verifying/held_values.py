@@ -26,7 +26,7 @@ from torch.optim import SGD, Optimizer
 from torchmetrics import Metric
 from unbroken.lightning_internals import version_of
 from unbroken.verifying.digests import Entry, of_array, of_pickle, of_plain, of_tensor, sampled
-from unbroken.verifying.facts import BARE, Facts, facts_of_object, facts_of_value
+from unbroken.verifying.facts import BARE, Facts, facts_of_object, form_of
 
 # Values that a run ends with, however much its objects hold.
 MOST_VALUES = 20_000
@@ -129,9 +129,9 @@ class HeldValues:
             self._visit_object(path, value, depth)
 
     def _note_form(self, path: str, value: Any) -> None:
-        found = facts_of_value(value)
-        if found.form != BARE:
-            self.facts[path] = found
+        form = form_of(value)
+        if form != BARE:
+            self.facts[path] = Facts(form)
 
     def _leaf(self, path: str, value: Any) -> Entry | None:
         """The entry of a value that is compared as a whole; None for any other."""

@@ -21,9 +21,11 @@ TOKEN = re.compile(r"\.[A-Za-z_]\w*|\[(?:'[^'\\]*'|\"[^\"\\]*\"|-?\d+)\]")
 ROWS_OWNER = re.compile(r"(training|validation) data\[\d+\]\.\w+")
 PART_OWNER = re.compile(r"(?P<what>optimizers|schedules)\[(?P<place>\d+)\]")
 CALLBACK_OWNER = re.compile(r"callback (?P<kind>\w+)(?: (?P<number>\d+))?")
+OF_CLASS = "class of "
 # An object that gives its state by its state_dict
 DECLARED = "declared"
-# What a stream's or a sampler's state holds as it is; elsewhere only the first is.
+# What a stream's or a sampler's state holds as it is, because the engine keeps that state.
+# Elsewhere only the first is.
 AS_THEY_ARE = (forms.BARE, forms.ARRAY, forms.QUEUE, forms.HELD_BY_ENGINE)
 # Characters of a line that is pasted
 LONGEST_LINE = 88
@@ -95,6 +97,12 @@ class Known:
         return any(each in self._at_start for each in (name, f"len({name})", f"class of {name}"))
 
 
+def bare_label(label: str) -> str:
+    """The name of the value that a label says something of, such as its class or its length."""
+    label = label.removeprefix(OF_CLASS)
+    return label.removeprefix("len(").removesuffix(")") if label.startswith("len(") else label
+
+
 def owner_of_label(label: str, owner: str, known: Known) -> str:
     """The object whose state a value belongs to: a stream or a sampler that the owner holds, or the
     owner itself.
@@ -120,11 +128,11 @@ def tokens_of(label: str, owner: str) -> list[str]:
     return tokens
 
 
-def what_to_keep(owner: str, labels: list[str], known: Known, is_lenient: bool) -> Found:
+def what_to_keep(owner: str, labels: list[str], known: Known, engine_keeps: bool) -> Found:
     """Which values of an owner hold all that differs, the outermost that a checkpoint can hold."""
     found = Found()
     for label in labels:
-        _add(found, owner, label.removeprefix("class of "), known, is_lenient)
+        _add(found, owner, bare_label(label), known, engine_keeps)
     found.kept = list(dict.fromkeys(found.kept))
     # What an object gives as its state need not be taken by name as well.
     given = tuple(f"{each.path}." for each in found.kept if each.form == DECLARED)
@@ -132,8 +140,7 @@ def what_to_keep(owner: str, labels: list[str], known: Known, is_lenient: bool) 
     return found
 
 
-def _add(found: Found, owner: str, label: str, known: Known, is_lenient: bool) -> None:
-    label = label[4:-1] if label.startswith("len(") else label
+def _add(found: Found, owner: str, label: str, known: Known, engine_keeps: bool) -> None:
     if known.of(label) is None:
         found.new.append(label)
         return
@@ -148,7 +155,7 @@ def _add(found: Found, owner: str, label: str, known: Known, is_lenient: bool) -
         if facts.family == forms.ROWS:
             found.rows.append(f"{owner}{path}")
             return
-        if is_read or _is_held(facts.form, is_lenient):
+        if is_read or _is_held(facts.form, engine_keeps):
             form = DECLARED if is_read else facts.form
             found.kept.append(Kept(holder, token, form, is_late and not is_read))
             return
@@ -163,9 +170,9 @@ def _add(found: Found, owner: str, label: str, known: Known, is_lenient: bool) -
         found.kept.append(declaring)
 
 
-def _is_held(form: str, is_lenient: bool) -> bool:
+def _is_held(form: str, engine_keeps: bool) -> bool:
     if form == forms.HELD_BY_ENGINE:
-        return is_lenient
+        return engine_keeps
     return form not in (forms.OBJECT, forms.ODD)
 
 
@@ -193,8 +200,8 @@ def lines_to_keep(owner: str, labels: list[str], known: Known) -> list[str]:
     is_of_data = ROWS_OWNER.match(owner) is not None
     if is_of_data and of_owner.family not in (forms.STREAM, forms.SAMPLER):
         return lines_for_rows(owner)
-    is_in_order = of_owner.family in (forms.STREAM, forms.SAMPLER)
-    found = what_to_keep(owner, labels, known, is_in_order)
+    engine_keeps = of_owner.family in (forms.STREAM, forms.SAMPLER)
+    found = what_to_keep(owner, labels, known, engine_keeps)
     saved_already = [each for each in found.kept if _is_saved_by(of_owner, each)]
     kept = [each for each in found.kept if each not in saved_already]
     lines = [line for each in dict.fromkeys(found.rows) for line in lines_for_rows(each)]
@@ -210,12 +217,12 @@ def lines_to_keep(owner: str, labels: list[str], known: Known) -> list[str]:
         lines.append(f"# make self{path} in __init__, so that it is there to get its values")
     first_names = {re.split(r"[.\[]", each.key)[0] for each in kept}
     is_set_again = bool(first_names & set(of_owner.set_at_start))
-    if not is_in_order and (is_set_again or not of_owner.is_users):
+    if not engine_keeps and (is_set_again or not of_owner.is_users):
         return [*lines, *_part(owner, kept)]
-    return [*lines, *_methods(owner, of_owner, kept, is_in_order)]
+    return [*lines, *_methods(owner, of_owner, kept, engine_keeps)]
 
 
-def _methods(owner: str, of_owner: Facts, kept: list[Kept], is_lenient: bool) -> list[str]:
+def _methods(owner: str, of_owner: Facts, kept: list[Kept], engine_keeps: bool) -> list[str]:
     """Methods for the owner's class, or a subclass with them."""
     hooks = {"state_dict", "load_state_dict"}
     if owner == "module":
@@ -224,7 +231,7 @@ def _methods(owner: str, of_owner: Facts, kept: list[Kept], is_lenient: bool) ->
     if owner == "module":
         body = _hooks(of_owner.kind, kept, is_super)
     else:
-        body = _state_dicts(kept, is_super, is_lenient)
+        body = _state_dicts(kept, is_super, engine_keeps)
     if of_owner.is_users and not hooks & set(of_owner.own_hooks):
         return body
     head = f"class {of_owner.kind}Kept({of_owner.kind}):  # in place of {of_owner.kind}"
@@ -286,15 +293,15 @@ def _hooks(kind: str, kept: list[Kept], is_super: bool) -> list[str]:
     ]
 
 
-def _state_dicts(kept: list[Kept], is_super: bool, is_lenient: bool) -> list[str]:
+def _state_dicts(kept: list[Kept], is_super: bool, engine_keeps: bool) -> list[str]:
     upper = [["**super().state_dict()"]] if is_super else []
     upper_load = [f"{INDENT}super().load_state_dict(state)"] if is_super else []
     return [
         "def state_dict(self):",
-        *_literal("return ", [*upper, *_entries("self", kept, is_lenient)]),
+        *_literal("return ", [*upper, *_entries("self", kept, engine_keeps)]),
         "def load_state_dict(self, state):",
         *upper_load,
-        *_given_back("self", kept, "state", is_lenient),
+        *_given_back("self", kept, "state", engine_keeps),
     ]
 
 
@@ -333,12 +340,12 @@ def _found_by_trainer(owner: str) -> str:
     return "trainer.datamodule" if owner == "data" else "trainer.lightning_module"
 
 
-def _entries(base: str, kept: list[Kept], is_lenient: bool) -> list[list[str]]:
+def _entries(base: str, kept: list[Kept], engine_keeps: bool) -> list[list[str]]:
     """The entries of the dictionary that is saved, of one or more lines each."""
     entries = []
     for each in kept:
         if not _is_looped(each):
-            taken = _taken(f"{base}{each.path}", each.form, is_lenient)
+            taken = _taken(f"{base}{each.path}", each.form, engine_keeps)
             entries.append([f'"{_quoted(each.key)}": {taken}'])
     for (holder, form), names in _loops(kept).items():
         held = f"{base}{holder}"
@@ -346,7 +353,7 @@ def _entries(base: str, kept: list[Kept], is_lenient: bool) -> list[list[str]]:
         entries.append(
             [
                 f'"{_key_of_loop(holder, form)}": {{',
-                f"{INDENT}name: {_taken(f'getattr({held}, name)', form, is_lenient)}",
+                f"{INDENT}name: {_taken(f'getattr({held}, name)', form, engine_keeps)}",
                 f"{INDENT}for name in ({listed})",
                 f"{INDENT}if hasattr({held}, name)",
                 "}",
@@ -355,14 +362,14 @@ def _entries(base: str, kept: list[Kept], is_lenient: bool) -> list[list[str]]:
     return entries
 
 
-def _given_back(base: str, kept: list[Kept], saved: str, is_lenient: bool) -> list[str]:
+def _given_back(base: str, kept: list[Kept], saved: str, engine_keeps: bool) -> list[str]:
     lines = []
     for each in kept:
         if not _is_looped(each):
             value = f'{saved}["{_quoted(each.key)}"]'
-            lines += _given(f"{base}{each.path}", each.form, value, is_lenient)
+            lines += _given(f"{base}{each.path}", each.form, value, engine_keeps)
     for holder, form in _loops(kept):
-        is_array = form == forms.ARRAY and not is_lenient
+        is_array = form == forms.ARRAY and not engine_keeps
         lines.append(f'for name, each in {saved}["{_key_of_loop(holder, form)}"].items():')
         value = "each.numpy()" if is_array else "each"
         lines.append(f"{INDENT}setattr({base}{holder}, name, {value})")
@@ -393,9 +400,9 @@ def _quoted(text: str) -> str:
     return text.replace('"', "'")
 
 
-def _taken(value: str, form: str, is_lenient: bool) -> str:
+def _taken(value: str, form: str, engine_keeps: bool) -> str:
     """The expression that takes a value."""
-    if form in AS_THEY_ARE and is_lenient:
+    if form in AS_THEY_ARE and engine_keeps:
         return value
     ways: dict[str, str] = {
         forms.ARRAY: f"torch.from_numpy({value}.copy())",
@@ -408,9 +415,9 @@ def _taken(value: str, form: str, is_lenient: bool) -> str:
     return ways.get(form, value)
 
 
-def _given(value: str, form: str, saved: str, is_lenient: bool) -> list[str]:
+def _given(value: str, form: str, saved: str, engine_keeps: bool) -> list[str]:
     """The lines that give a value back."""
-    if form in AS_THEY_ARE and is_lenient:
+    if form in AS_THEY_ARE and engine_keeps:
         return [f"{value} = {saved}"]
     ways: dict[str, list[str]] = {
         forms.ARRAY: [f"{value} = {saved}.numpy()"],

@@ -136,8 +136,11 @@ def short_names(known: Sequence[str]) -> dict[str, str]:
     """The names of settings without their section, where no other has the same."""
     last = {name: name.rpartition(".")[2] for name in known}
     count = Counter(last.values())
-    unique = {name for name in known if count[last[name]] == 1}
-    return {name: last[name] if name in unique else name for name in known}
+    shortened = {}
+    for name in known:
+        is_unique = count[last[name]] == 1
+        shortened[name] = last[name] if is_unique else name
+    return shortened
 
 
 def has_values(rows: Sequence[Row], name: str) -> bool:
