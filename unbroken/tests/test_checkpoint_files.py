@@ -26,7 +26,7 @@ from unbroken.loggers.metrics_csv import MetricsCSV
 from unbroken.run_folder import RunFolder, choose, find_checkpoint, newest_run, point_latest_at
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO, damage, read
 from unbroken.storage.files import write_atomically
-from unbroken.storage.run_files import RunFiles
+from unbroken.storage.usable import usable_best
 from unbroken.storage.weights import load_weights
 
 from tests.commands import (
@@ -446,10 +446,10 @@ def test_a_file_system_without_locks_is_said_and_written(
 
 
 def test_a_second_checkpoint_that_is_set_aside_leaves_the_first_one(tmp_path: Path) -> None:
-    files = RunFiles(tmp_path)
+    best = tmp_path / "best.ckpt"
     for text in ("first", "second", "third"):
-        files.best.write_text(text)
-        assert "It was set aside;" in str(files.usable_best("id"))
+        best.write_text(text)
+        assert "It was set aside;" in str(usable_best(best, "id"))
     names = ["best.ckpt.set-aside", "best.ckpt.set-aside-2", "best.ckpt.set-aside-3"]
     assert [(tmp_path / name).read_text() for name in names] == ["first", "second", "third"]
 

@@ -607,8 +607,8 @@ def test_what_cannot_be_made_exact_is_said_in_one_line(
     loading.exact(loader, trainer)
     loading.exact(loader, trainer)
     assert loading.starts_inside_epochs is anywhere
-    assert len({*loading.lines_to_say}) == (said is not None)
-    assert said is None or said in loading.lines_to_say[0]
+    assert len({*loading.lines}) == (said is not None)
+    assert said is None or said in loading.lines[0]
 
 
 def rank_of(rank: int, world_size: int, training: bool = True, **more: Any) -> Any:
@@ -710,7 +710,7 @@ def test_what_the_user_has_shared_himself_is_not_shared_again(kind: str) -> None
         loading = ExactLoading(seed=0)
         found = loading.exact(shared_by_the_user(kind, rank), rank_of(rank, 2))
         seen += flat(indices(found))
-        assert "shares the training data among the ranks itself" in loading.lines_to_say[-1]
+        assert "shares the training data among the ranks itself" in loading.lines[-1]
     assert sorted(seen) == list(range(8))
 
 
@@ -729,7 +729,7 @@ def test_a_subset_per_rank_is_left_alone_where_the_user_shares() -> None:
             mine = Subset(Numbers(8), range(rank, 8, 2))
             found = loading.exact(DataLoader(mine, 2, shuffle=True), rank_of(rank, 2, training))
             seen += flat(indices(found))
-            assert [note for note in loading.lines_to_say if "use_distributed_sampler" in note]
+            assert [note for note in loading.lines if "use_distributed_sampler" in note]
     assert sorted(seen) == sorted([*range(8), *range(8)]), "once in training, once in evaluation"
 
 
@@ -838,7 +838,7 @@ def test_ranks_that_hold_different_data_have_shared_them_themselves(
     mine = SHARED_BY_HAND[kind](0)
     found = loading.exact(mine, rank_of(0, 2, training))
     assert len(found) == len(mine)
-    assert "the ranks hold different data in" in loading.lines_to_say[0]
+    assert "the ranks hold different data in" in loading.lines[0]
 
 
 @pytest.mark.parametrize("kind", THE_SAME)
@@ -851,7 +851,7 @@ def test_what_every_rank_holds_is_shared_and_that_is_said(
     found = loading.exact(mine, rank_of(0, 2))
     assert len(found) == -(-len(mine) // 2)
     name = type(mine.dataset).__name__
-    assert loading.lines_to_say == [f"each of the 2 ranks trains on its share of {name}."]
+    assert loading.lines == [f"each of the 2 ranks trains on its share of {name}."]
 
 
 def test_a_resumed_share_goes_on_behind_its_own_batches() -> None:
@@ -875,7 +875,7 @@ def test_an_evaluation_with_a_distributed_sampler_sees_every_sample_once(
         loader = DataLoader(rows, 2, sampler=sampler(rows, 2, rank, shuffle=False))
         loading = ExactLoading(seed=0)
         seen += flat(indices(loading.exact(loader, rank_of(rank, 2, training=False))))
-        assert not loading.lines_to_say
+        assert not loading.lines
     assert sorted(seen) == list(range(count))
 
 
@@ -885,7 +885,7 @@ def test_an_evaluation_in_an_own_order_is_left_alone_and_said() -> None:
     loading = ExactLoading(seed=0)
     found = loading.exact(loader, rank_of(1, 2, training=False))
     assert flat(indices(found)) == [0, 11, 9, 7, 5, 3, 1], "with the sample that it repeats"
-    assert "Reversed shares the evaluation's data among the ranks itself" in loading.lines_to_say[0]
+    assert "Reversed shares the evaluation's data among the ranks itself" in loading.lines[0]
 
 
 def test_shares_of_unequal_length_are_refused_before_training(
@@ -901,7 +901,7 @@ def test_shares_of_unequal_length_are_refused_before_training(
     assert passes_of(loading.exact(DataLoader(Numbers(8), 2), limited)).ranks_agree
     found = loading.exact(DataLoader(Numbers(8), 2), rank_of(0, 2, training=False))
     assert not passes_of(found).ranks_agree
-    assert "the ranks' own shares of an evaluation have 4, 5 batches" in loading.lines_to_say[-1]
+    assert "the ranks' own shares of an evaluation have 4, 5 batches" in loading.lines[-1]
 
 
 class CountsSamples(Line):
@@ -1193,11 +1193,11 @@ def test_workers_that_outlive_an_epoch_and_cannot_be_seeded_are_said() -> None:
     assert (
         "the workers of OwnIteration outlive an epoch: if they draw random numbers, a resumed run "
         "sees others."
-    ) in loading.lines_to_say
+    ) in loading.lines
     # What a validation draws is tried.
     validating = ExactLoading(seed=0)
     validating.exact(loader, rank_of(0, 1, training=False))
-    (note,) = validating.lines_to_say
+    (note,) = validating.lines
     assert note.startswith("the validations of a resumed run are not exact: OwnIteration gives")
 
 
@@ -1277,8 +1277,8 @@ def test_a_state_that_cannot_be_gone_on_from_is_not_believed(loader: Any, said: 
     loading = ExactLoading(seed=0)
     found = loading.exact(loader, rank_of(0, 1))
     assert not loading.starts_inside_epochs
-    assert said in loading.lines_to_say[0]
-    assert loading.lines_to_say[0].endswith(": a resumed run goes on from the last epoch's end.")
+    assert said in loading.lines[0]
+    assert loading.lines[0].endswith(": a resumed run goes on from the last epoch's end.")
     assert passes_of(found).start == Start()
 
 
@@ -1290,10 +1290,8 @@ def test_a_state_that_is_right_at_the_end_of_an_epoch_alone_is_kept_there() -> N
 
     trainer = rank_of(0, 1)
     loading, whole = started(0)
-    assert len(loading.lines_to_say) == 1
-    assert (
-        "which gives other samples when it goes on from its state_dict" in loading.lines_to_say[0]
-    )
+    assert len(loading.lines) == 1
+    assert "which gives other samples when it goes on from its state_dict" in loading.lines[0]
     list(whole)
     state = loading.training[0].state_after(6, epoch_ends=True)
     trainer.current_epoch = 1
@@ -1447,8 +1445,8 @@ def test_generators_that_a_dataset_gets_later_are_seeded_for_each_batch(
 def test_generators_that_a_stream_holds_are_seeded_for_each_epoch(workers: int) -> None:
     loading = ExactLoading(seed=0)
     loading.exact(DataLoader(OwnGenerator(random.Random(0)), 2, num_workers=workers), rank_of(0, 1))
-    assert len(loading.lines_to_say) == 1
-    assert "has no state_dict" in loading.lines_to_say[0]
+    assert len(loading.lines) == 1
+    assert "has no state_dict" in loading.lines[0]
 
 
 @pytest.mark.parametrize("make", [SeededByTheClock, CountsItsEpochs])
@@ -1457,7 +1455,7 @@ def test_a_stream_that_a_resumed_run_reads_in_another_way_is_said(make: Any) -> 
     loading.exact(DataLoader(make(), 2), rank_of(0, 1))
     name = type(make()).__name__
     expected = f"a resume is not exact: {name} gives other samples when it is begun anew ("
-    assert [line.startswith(expected) for line in loading.lines_to_say] == [False, True]
+    assert [line.startswith(expected) for line in loading.lines] == [False, True]
 
 
 @pytest.mark.parametrize("make", [GoesOn, CountsItsEpochs])
@@ -1467,12 +1465,12 @@ def test_a_validation_that_a_resumed_run_reads_in_another_way_is_said(make: Any)
     loading.exact(DataLoader(Stream(), 2), rank_of(0, 1, training=False))
     name = type(make()).__name__
     expected = f"the validations of a resumed run are not exact: {name} gives other samples"
-    assert [line.startswith(expected) for line in loading.lines_to_say] == [True]
+    assert [line.startswith(expected) for line in loading.lines] == [True]
     # It says nothing of an evaluation alone, nor where the next validation begins anew.
     alone = ExactLoading(seed=0)
     alone.exact(DataLoader(make(), 2), rank_of(0, 1, training=False, doing="validate"))
     alone.exact(DataLoader(OwnGenerator(random.Random(0)), 2), rank_of(0, 1, training=False))
-    assert not alone.lines_to_say
+    assert not alone.lines
 
 
 class Kept(Dataset[Tensor]):
@@ -1536,7 +1534,7 @@ def test_a_set_whose_samples_depend_on_what_was_fetched_before_is_said(
     for _ in range(2):
         loading.exact(DataLoader(dataset, 4, num_workers=workers), rank_of(0, 1, training))
     expected = f"a resume is not exact: {make.__name__} gives other samples when the same are"
-    assert [note.startswith(expected) for note in loading.lines_to_say] == [True] * is_told
+    assert [note.startswith(expected) for note in loading.lines] == [True] * is_told
     # It was tried in another process.
     assert vars(dataset) == vars(make())
     assert torch.equal(torch.get_rng_state(), state)
@@ -1550,7 +1548,7 @@ def test_a_stream_that_cannot_be_copied_is_said() -> None:
     loading = ExactLoading(seed=0)
     loading.exact(DataLoader(Locked(), 2), rank_of(0, 1))
     expected = "a resume may not be exact: Locked could not be tried with a copy (TypeError: "
-    assert loading.lines_to_say[1].startswith(expected)
+    assert loading.lines[1].startswith(expected)
 
 
 def test_an_epoch_that_is_cut_is_tried_as_it_is_trained() -> None:
@@ -1568,7 +1566,7 @@ def test_an_epoch_that_is_cut_is_tried_as_it_is_trained() -> None:
     trainer.limit_train_batches = 4
     loading = ExactLoading(seed=0)
     loading.exact(DataLoader(Endless(), 2), trainer)
-    assert "Endless gives other samples when it is begun anew" in loading.lines_to_say[1]
+    assert "Endless gives other samples when it is begun anew" in loading.lines[1]
 
 
 class Reloads(Line):
@@ -1718,7 +1716,7 @@ def test_a_state_that_no_loader_takes_any_more_is_told_and_left_out() -> None:
     loading.training = [WatchedLoader([torch.zeros(1)], None, 0)]
     loading.start = Start(loaders=[(0, {"position": 3})])
     loading.begin()
-    assert loading.lines_to_say == [
+    assert loading.lines == [
         "the checkpoint holds a state of a loader that has none now: the resume is not exact."
     ]
 

@@ -16,7 +16,7 @@ import torch
 from unbroken.storage import files
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 from unbroken.storage.files import copy_atomically
-from unbroken.storage.run_files import newest_whole
+from unbroken.storage.usable import newest_whole
 
 from tests.commands import checkpoint, differences_in_training, exit_code, kill_group, start
 from tests.power_cut import WORLDS, PowerCut

@@ -52,14 +52,15 @@ QUIET: dict[str, Any] = {
 
 
 class Sends(Callback):
-    """Sends this process a signal in the third step."""
+    """Sends this process signals in the third step."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == 2:
-            os.kill(os.getpid(), self.number)
+            for number in self.numbers:
+                os.kill(os.getpid(), number)
 
 
 class Predicts(Regression):
@@ -189,16 +190,23 @@ def queue(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return asked
 
 
-@pytest.mark.parametrize("is_asked", [True, False])
+@pytest.mark.parametrize(
+    ("numbers", "is_asked"),
+    [
+        ([signal.SIGUSR1], True),
+        # A step may last until the time limit comes.
+        ([signal.SIGUSR1, signal.SIGTERM], True),
+        ([signal.SIGTERM], False),
+    ],
+)
 def test_slurms_signal_queues_a_script_again_and_it_resumes_without_a_path(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch, is_asked: bool
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, numbers: list[int], is_asked: bool
 ) -> None:
     asked = queue(workplace, monkeypatch)
     plugins = [SLURMEnvironment(auto_requeue=is_asked)]
     keep = ExactCheckpoint("r")
-    number = signal.SIGUSR1 if is_asked else signal.SIGTERM
     with pytest.raises(SIGTERMException):
-        trainer_of(keep, Sends(number), plugins=plugins).fit(Regression())
+        trainer_of(keep, Sends(*numbers), plugins=plugins).fit(Regression())
     assert checkpoint(keep.last_path)["global_step"] == 3
     if not is_asked:
         assert not asked.exists()

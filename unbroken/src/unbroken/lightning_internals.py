@@ -388,54 +388,44 @@ def end_restart(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.restarting = False
 
 
-def go_on_with_next_batch(trainer: Trainer, was_validated: bool) -> None:
-    """Let a resumed epoch begin with its next batch, and not with the end of the batch before.
+def before_resumed_epoch(
+    trainer: Trainer, act: Callable[[], None], *, is_before_batch: bool, was_validated: bool
+) -> None:
+    """Let the epoch that a resumed run begins with begin where the run was stopped.
 
-    Where a validation was due after that batch, Lightning ends it a second time, without the
-    validation. Buys that a ReduceLROnPlateau which is stepped within epochs does not step twice.
-    Public way missing: nothing is called between the loop's counters and its first batch.
+    ``act`` is called once in it: samplers have been told the epoch, the hooks of its start were
+    called, and no batch was read. Before that the epoch is made as long as its loaders say now.
+    Lightning asks for the lengths anew as each epoch begins, but for the first one of a start: that
+    one has the lengths of before those hooks, which may set another batch size. Buys that a resumed
+    epoch knows its last batch.
 
-    ``was_validated``: a validation had followed that batch. The checkpoint then has the step taken
-    off that Lightning's second end would count; see ``clean_counters`` in parts/loops.py.
+    Where a validation was due after the last batch, Lightning would begin with the end of that
+    batch, without the validation. Buys that a ReduceLROnPlateau which is stepped within epochs does
+    not step twice. Public way missing: nothing is called between the hooks, the loop's counters and
+    its first batch.
+
+    Args:
+        trainer: Has read the checkpoint.
+        act: Called without arguments.
+        is_before_batch: Whether the run was stopped before a batch, and begins with it.
+        was_validated: Whether a validation had followed the last batch. The checkpoint then has the
+            step taken off that the end of that batch counts; see ``clean_counters`` in
+            parts/loops.py.
     """
     loop: Any = trainer.fit_loop.epoch_loop
-    original = loop.on_run_start
 
     def start(data_fetcher: Any) -> None:
         # The class's method shows again as soon as the instance has none of that name.
         del loop.on_run_start
-        original(data_fetcher)
-        if was_validated:
-            loop._batches_that_stepped += 1
-        loop._restarting = False
-
-    loop.on_run_start = start
-
-
-def before_resumed_epoch(trainer: Trainer, act: Callable[[], None]) -> None:
-    """Call ``act`` once in the epoch that a resumed run begins with: samplers have been told the
-    epoch, the hooks of its start were called, and no batch was read.
-
-    Before that the epoch is made as long as its loaders say now. Lightning asks for the lengths
-    anew as each epoch begins, but for the first one of a start: that one has the lengths of before
-    those hooks, which may set another batch size. Buys that a resumed epoch knows its last batch.
-    Public way missing: nothing is called between the hooks and the first batch.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop
-    original = loop.on_run_start
-    is_replaced = "on_run_start" in vars(loop)
-
-    def start(data_fetcher: Any) -> None:
-        if not is_replaced:
-            # The class's method shows again. Where go_on_with_next_batch has put its own method
-            # there, that one deletes itself when it is called.
-            del loop.on_run_start
         length = sized_len(data_fetcher.combined_loader)
         # The first epoch of a run has the lengths of before its hooks, also where it is resumed.
         if trainer.current_epoch > 0 and None not in (data_fetcher.length, length):
             data_fetcher.length = length
         act()
-        original(data_fetcher)
+        loop.on_run_start(data_fetcher)
+        if is_before_batch:
+            loop._batches_that_stepped += int(was_validated)
+            loop._restarting = False
 
     loop.on_run_start = start
 

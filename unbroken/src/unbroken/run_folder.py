@@ -25,8 +25,8 @@ from unbroken.storage.checkpoint_files import read, read_or_reason
 from unbroken.storage.contents import record_in
 from unbroken.storage.files import write_atomically
 from unbroken.storage.reading import UNREADABLE, read_json, read_text
-from unbroken.storage.run_files import newest_whole
 from unbroken.storage.seals import fingerprint, is_own
+from unbroken.storage.usable import newest_whole
 from unbroken.trust.places import is_inside
 
 ROOT = Path("checkpoints")

@@ -51,9 +51,11 @@ class Engine:
         self.own_folder = own_folder
         self.ending = ending
         self.best = best
+        # What is said as training starts: what is not exact, what is assumed, who shares the data.
+        self.lines: list[str] = []
         self.chosen = settings.chosen
         self.unshared_values = UnsharedValues()
-        self.loading = ExactLoading(settings.seed)
+        self.loading = ExactLoading(settings.seed, self.lines)
         self.following = Following(best)
         self.kept = KeptParts(
             self.loading,
@@ -82,4 +84,5 @@ class Engine:
             settings.seed,
             settings.changed,
             settings.best_key,
+            self.lines,
         )

@@ -14,7 +14,8 @@ from unbroken.checkpoint.shared_metrics import share_sums
 from unbroken.loading import ExactLoader, passes_of
 from unbroken.seams import Seams
 from unbroken.stopping import signals
-from unbroken.storage.checkpoint_files import OneSave
+from unbroken.stopping.ranks import say
+from unbroken.storage.run_files import OneSave
 
 
 class Hooks(Callback):
@@ -89,14 +90,16 @@ class Hooks(Callback):
         engine.saving.training_starts(trainer)
         engine.windows.training_starts(trainer)
         engine.restoring.training_starts(trainer)
-        engine.loading.lines_to_say += engine.best.assumptions()
-        engine.loading.lines_to_say += what_is_not_exact(trainer, engine.loading)
+        engine.lines += engine.best.assumptions()
+        engine.lines += what_is_not_exact(trainer, engine.loading)
 
     def _after_train_start(self, trainer: Trainer) -> None:
         everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         # A finder of Lightning's trains a few steps first, without the run's callbacks.
         if any(isinstance(each, Hooks) for each in everyone):
             self.engine.restoring.restore(trainer)
+            # Several loaders may say the same.
+            say(*dict.fromkeys(self.engine.lines))
 
     # The training
 

@@ -10,9 +10,21 @@ In the order in which it happens:
    every part back.
 4. After the first batch nothing is left to give back (:meth:`Restoring.batch_ends`).
 
+Why a run that is resumed inside an epoch is the run that was not stopped:
+
+- It gets the same batches, with the same random numbers in them, by its seed and the number of
+  batches that each loader has given. ``loading/__init__.py`` says how.
+- The loops begin with the next batch. A checkpoint's counters say of everything that it is done or
+  not begun (``clean_counters`` in parts/loops.py).
+- What steps and hooks have changed since the start is in the checkpoint: by Lightning's own entries,
+  or by a part (kept.py has the list). Generators of random numbers come last, since giving back
+  another part may draw.
+- The hooks of the start, which the other run has not called, leave no trace (noted.py).
+
 Where a run was stopped in the validation behind its last step, ``max_steps`` is reached, and
 Lightning would enter no epoch. So ``max_steps`` is one step more until that validation is over
-(``Resume.steps_more``). A run that turns out to want no validation ends the epoch before a batch.
+(``Restoring._take_step_off``). A run that turns out to want no validation ends the epoch before a
+batch.
 """
 
 from __future__ import annotations
@@ -56,7 +68,7 @@ from unbroken.parts.hyperparameters import apply_changes
 from unbroken.parts.module import give_plain_buffers
 from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.storage.contents import CHOSEN, record_in
-from unbroken.storage.run_files import can_start_from
+from unbroken.storage.usable import can_start_from, replace_damaged_last, usable_best
 from unbroken.storage.weights import buffers_left_out
 
 # Whose bits in memory are compared with the saved ones, as a line calls them
@@ -74,6 +86,7 @@ class Restoring:
         seed: That of this start, if the user has given one.
         changed: Whether the user has changed settings since the checkpoint.
         best_key: Under which name a checkpoint holds the state of the best.
+        lines: What is said as training starts.
 
     Attributes:
         loaded_step: The optimizer step of the checkpoint. None: the run is a new one.
@@ -89,6 +102,7 @@ class Restoring:
         seed: int | None,
         changed: bool,
         best_key: str,
+        lines: list[str],
     ) -> None:
         self.loaded_step: int | None = None
         self.was_over = False
@@ -99,6 +113,7 @@ class Restoring:
         self._seed = seed
         self._changed = changed
         self._best_key = best_key
+        self._lines = lines
         # Whether it is settled what this run starts from: its checkpoint was read, or it has none.
         self._start_is_settled = False
         # None: nothing is left to give back.
@@ -107,6 +122,8 @@ class Restoring:
         self._batches_validated_before: dict[int, int] = {}
         # The Trainer's own number, while it is 0 because the run is a resumed one.
         self._sanity_steps: float | None = None
+        # By how many ``max_steps`` is more than the user's.
+        self._steps_more = 0
 
     @property
     def is_under_way(self) -> bool:
@@ -129,18 +146,17 @@ class Restoring:
         lightning_internals.average_what_setup_has_made(trainer, is_loaded=True)
         mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
         saved = record_in(checkpoint)
-        notes = self._loading.lines_to_say
         if saved.get("state") is None:
             self._loading.start = start_of_anothers(checkpoint)
-            notes.append(
+            self._lines.append(
                 "that checkpoint was not saved between two steps: the resume is not exact."
             )
             return
         of_version = note_of_version(saved)
         if of_version is not None:
-            notes.append(of_version)
+            self._lines.append(of_version)
         if not can_start_from(checkpoint):
-            notes.append(
+            self._lines.append(
                 "that checkpoint is inside an epoch, and its data cannot be started there: the"
                 " resume is not exact."
             )
@@ -193,7 +209,7 @@ class Restoring:
         self._loading.seed = seed
         self._loading.seeds = [Seeds(*each) for each in resume.shared.get("seeds", [])]
         if is_another:
-            self._loading.lines_to_say.append(
+            self._lines.append(
                 f"the order of samples stays that of the checkpoint's seed, {seed}: this start has"
                 " another one."
             )
@@ -203,7 +219,7 @@ class Restoring:
         now = torch.get_num_threads()
         if before in (None, now) or trainer.strategy.root_device.type != "cpu":
             return
-        self._loading.lines_to_say.append(
+        self._lines.append(
             f"{now} CPU threads compute, and this run had {before}: they round sums differently,"
             f" so the resume is not exact. OMP_NUM_THREADS={before} makes it exact."
         )
@@ -219,7 +235,9 @@ class Restoring:
             lightning_internals.average_what_setup_has_made(trainer, is_loaded=False)
         if self._resume is None:
             return
-        trainer.fit_loop.epoch_loop.max_steps += self._resume.steps_more
+        if self._resume.is_behind_last_step:
+            self._steps_more = 1
+            trainer.fit_loop.epoch_loop.max_steps += 1
         if uses_hooks(trainer) and not trainer.strategy.restore_checkpoint_after_setup:
             self._note_loaded(trainer)
 
@@ -249,38 +267,47 @@ class Restoring:
     def restore(self, trainer: Trainer) -> None:
         """Put every part back. What the hooks of the start do must change nothing of it."""
         resume = self._resume
-        kept = self._kept
-        kept.objects.begin(trainer)
-        if resume is not None and resume.place == "epoch":
-            lightning_internals.end_restart(trainer)
-        elif resume is not None:
-            for loader in self._loading.training:
-                loader.set_epoch(trainer.current_epoch)
-            resume.enter_epoch(trainer)
-            call_epoch_start_again(trainer)
+        self._kept.objects.begin(trainer)
+        if resume is not None:
+            self._enter_epoch(trainer, resume)
         if not self._loading.read_early:
             # The module's own hooks may have read whole epochs.
             self._loading.begin()
         if resume is not None:
-            # Whichever hook has set another batch size, the checkpoint's counts.
-            self._loading.cut_again(resume.batch_sizes)
-            lightning_internals.before_resumed_epoch(trainer, lambda: self._epoch_goes_on(trainer))
-            # The hooks of the epoch's start have changed attributes. What the module loads itself
-            # comes later, and stays.
-            kept.objects.undo(trainer)
-            give_back_all(self._before_hooks, trainer)
-            self._before_hooks = []
-            resume.recount_batches(trainer, self._loading)
-            resume.give_back(trainer, [part for part in kept.all if not part.has_a_file])
-            self._batches_validated_before = dict(lightning_internals.validated_batches(trainer))
-            # Files are changed last: what cannot be restored is refused before.
-            self._set_aside_unusable_best(trainer)
-            resume.give_back(trainer, [part for part in kept.all if part.has_a_file])
-            self._compare_bits(trainer, resume)
+            self._give_back(trainer, resume)
         elif trainer.global_step == 0:
             self._start_anew()
-        self._loading.lines_to_say += what_loaders_side_by_side_lack(trainer, self._loading)
-        say(*dict.fromkeys(self._loading.lines_to_say))
+        self._lines += what_loaders_side_by_side_lack(trainer, self._loading)
+
+    def _enter_epoch(self, trainer: Trainer, resume: Resume) -> None:
+        """Let Lightning's loops begin where the run was stopped."""
+        resume.enter_epoch(trainer, lambda: self._epoch_goes_on(trainer))
+        if resume.place == "epoch":
+            lightning_internals.end_restart(trainer)
+            return
+        for loader in self._loading.training:
+            loader.set_epoch(trainer.current_epoch)
+        call_epoch_start_again(trainer)
+
+    def _give_back(self, trainer: Trainer, resume: Resume) -> None:
+        """Undo what the hooks of the start have changed, and give every part back."""
+        kept = self._kept
+        # Whichever hook has set another batch size, the checkpoint's counts.
+        self._loading.cut_again(resume.batch_sizes)
+        # The hooks of the epoch's start have changed attributes. What the module loads itself comes
+        # later, and stays.
+        kept.objects.undo(trainer)
+        give_back_all(self._before_hooks, trainer)
+        self._before_hooks = []
+        other_batches = resume.recount_batches(trainer, self._loading)
+        if other_batches is not None:
+            self._lines.append(other_batches)
+        resume.give_back(trainer, [part for part in kept.all if not part.has_a_file])
+        self._batches_validated_before = dict(lightning_internals.validated_batches(trainer))
+        # Files are changed last: what cannot be restored is refused before.
+        self._set_aside_unusable_best(trainer)
+        resume.give_back(trainer, [part for part in kept.all if part.has_a_file])
+        self._compare_bits(trainer, resume)
 
     def _compare_bits(self, trainer: Trainer, resume: Resume) -> None:
         """Say so where weights or optimizers in memory are not what they were at the save.
@@ -293,7 +320,7 @@ class Restoring:
             return
         of_ranks = of_all_ranks(bits.differences(trainer, saved))
         for name in dict.fromkeys(name for names in of_ranks for name in names):
-            self._loading.lines_to_say.append(
+            self._lines.append(
                 f"{NAMES_OF_BITS[name]} in memory: not what was saved. A bit has flipped, or code"
                 " of yours has changed it while it was loaded. The resume is not exact."
             )
@@ -303,7 +330,7 @@ class Restoring:
         self._best.forget()
         earlier = self._own_folder.earlier_training()
         if earlier is not None:
-            self._loading.lines_to_say.append(earlier)
+            self._lines.append(earlier)
         for part in self._kept.all:
             part.start_anew()
 
@@ -314,7 +341,7 @@ class Restoring:
         reason = None
         if self._best.score is not None and trainer.is_global_zero:
             files = self._own_folder.files
-            checkpoint, reason = files.usable_best(self._own_folder.run_id)
+            checkpoint, reason = usable_best(files.best, self._own_folder.run_id)
             if reason is None and not self._is_this_best(checkpoint):
                 # A new one was saved before a kill.
                 reason = f"{files.best} is ahead of the checkpoint:"
@@ -348,7 +375,7 @@ class Restoring:
         """End the epoch, where the run went on only for a validation that is not wanted any
         more.
         """
-        if self._resume is not None and self._resume.steps_more:
+        if self._steps_more:
             # Lightning's loop ends an epoch by this.
             raise StopIteration
 
@@ -360,9 +387,8 @@ class Restoring:
         """Let the next epoch begin like any other, also after one in whose last validation the run
         was resumed.
         """
-        if self._resume is not None:
-            trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
-            self._resume = None
+        self._take_step_off(trainer)
+        self._resume = None
         lightning_internals.end_restart(trainer)
 
     def validation_starts(self, trainer: Trainer) -> None:
@@ -372,9 +398,12 @@ class Restoring:
     def validation_is_over(self, trainer: Trainer) -> None:
         """The validation that a run went on for is done."""
         self._batches_validated_before = {}
-        if self._resume is not None:
-            trainer.fit_loop.epoch_loop.max_steps -= self._resume.steps_more
-            self._resume.steps_more = 0
+        self._take_step_off(trainer)
+
+    def _take_step_off(self, trainer: Trainer) -> None:
+        """Let ``max_steps`` be the user's again."""
+        trainer.fit_loop.epoch_loop.max_steps -= self._steps_more
+        self._steps_more = 0
 
     # Nothing was left to train
 
@@ -396,10 +425,12 @@ class Restoring:
             self._resume.give_back(trainer, left)
         if self._own_folder.saves and trainer.is_global_zero:
             # The run may have been resumed from best.ckpt after its end.
-            self._own_folder.files.replace_damaged_last()
+            files = self._own_folder.files
+            replace_damaged_last(files.last, files.best)
 
     def put_back(self, trainer: Trainer) -> None:
-        """Give the Trainer its own number again."""
+        """Give the Trainer its own numbers again."""
+        self._take_step_off(trainer)
         if self._sanity_steps is not None:
             trainer.num_sanity_val_steps = self._sanity_steps
             self._sanity_steps = None

@@ -4,7 +4,7 @@ the start.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,9 +39,8 @@ class Resume:
     start: Start
     # Whether the run had stopped early and is to stay so.
     should_stop: bool
-    # Steps added to max_steps: the run stopped in the validation after its last step, and Lightning
-    # must enter the epoch once more to repeat it.
-    steps_more: int
+    # Whether the run was stopped in the validation behind its last step.
+    is_behind_last_step: bool
     run_id: str | None
 
     @classmethod
@@ -80,7 +79,7 @@ class Resume:
             batch_sizes=mine.get(BatchSizes.name, []),
             start=start,
             should_stop=should_stop,
-            steps_more=int(place == "validation" and ended),
+            is_behind_last_step=place == "validation" and ended,
             run_id=saved.get("run_id"),
         )
 
@@ -96,12 +95,18 @@ class Resume:
             if part.name in values:
                 part.give_back(trainer, values[part.name])
 
-    def enter_epoch(self, trainer: Trainer) -> None:
-        """Let Lightning begin with what the run was stopped before: a batch, or a validation."""
-        if self.place == "batch":
-            was_validated = bool(self.shared.get("was_validated"))
-            lightning_internals.go_on_with_next_batch(trainer, was_validated)
-        elif self.should_stop:
+    def enter_epoch(self, trainer: Trainer, act: Callable[[], None]) -> None:
+        """Let Lightning begin with what the run was stopped before: a batch, or a validation.
+
+        ``act`` is called in the epoch, before its first batch is read.
+        """
+        lightning_internals.before_resumed_epoch(
+            trainer,
+            act,
+            is_before_batch=self.place == "batch",
+            was_validated=bool(self.shared.get("was_validated")),
+        )
+        if self.place == "validation" and self.should_stop:
             lightning_internals.stop_after_validation(trainer)
 
     def mine(self, trainer: Trainer) -> dict[str, Any]:
@@ -110,9 +115,9 @@ class Resume:
             return {}
         return self.ranks[trainer.global_rank]
 
-    def recount_batches(self, trainer: Trainer, loading: ExactLoading) -> None:
+    def recount_batches(self, trainer: Trainer, loading: ExactLoading) -> str | None:
         """Where a run had other ranks or batches, make Lightning's count of batches agree with the
-        loader's.
+        loader's; returns a line that says so.
         """
         ranks_before = len(self.ranks)
         size_before = self.samples_per_batch
@@ -120,7 +125,7 @@ class Resume:
         size_now = loading.samples_per_batch
         is_known = size_before and size_now
         if not is_known or (ranks_before, size_before) == (ranks_now, size_now):
-            return
+            return None
         counters: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         done = loading.training[0].start_batch  # type: ignore[attr-defined]
         counters.ready = done
@@ -130,7 +135,7 @@ class Resume:
         now = f"{ranks_now} device(s) and global batch {size_now}"
         before = f"{ranks_before} and {size_before}"
         change = f"resumed with {now} instead of {before}"
-        loading.lines_to_say.append(f"{change}: it goes on from the right sample, not exactly.")
+        return f"{change}: it goes on from the right sample, not exactly."
 
 
 def has_more_steps(trainer: Trainer, checkpoint: dict[str, Any]) -> bool:

@@ -1,13 +1,26 @@
 """What is due to be saved, and the one place that saves it.
 
+A run is saved
+
+- before the next step, where the time or the steps between two saves are over (interval.py), where
+  a validation has found a new best, or where the run is asked to stop;
+- between two epochs, unless the save before is too recent for what it costs;
+- inside a validation, where the run is asked to stop: the state is that of the validation's start;
+- after the last epoch.
+
 In the order in which it happens:
 
 1. At the end of a step the ranks agree on what any of them asks for: a save, or a stop
    (:meth:`Saving.batch_ends`). A validation or an epoch's end may find a new best.
-2. Before the next step, between two epochs, or after the last, every part is taken
-   (:meth:`KeptParts.take`), and :meth:`Saving.save_and_stop` saves it.
-3. :class:`unbroken.storage.run_files.RunFiles` lets Lightning make its checkpoint.
-   :meth:`Saving._put_state_into` adds what Lightning's lacks, and the files are written.
+2. At one of the moments above every part is taken (:meth:`KeptParts.take`), and
+   :meth:`Saving.save_and_stop` saves it. The step before is done with its logging and its
+   validation, and no hook of the next one was called.
+3. :class:`unbroken.storage.run_files.RunFiles` lets Lightning make its checkpoint, to which
+   :meth:`Saving._put_state_into` adds what Lightning's lacks. A small one is written at once, a
+   large one is copied, and a thread writes the copy. A new best is written to ``best.ckpt`` and
+   copied to ``last.ckpt``, and any other save to ``last.ckpt`` alone.
+4. A file is written beside its target, flushed to the disk, and renamed
+   (:meth:`unbroken.storage.checkpoint_files.AtomicCheckpointIO.write`). Then it is noted as saved.
 """
 
 from __future__ import annotations

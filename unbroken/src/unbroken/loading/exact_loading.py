@@ -56,9 +56,10 @@ class ExactLoading:
     Args:
         seed: For order and random numbers of the data. None: it is what torch's generator would
             give next (see :meth:`settle_seed`).
+        lines: Where to add what is to be said. None: a list of its own.
     """
 
-    def __init__(self, seed: int | None = None) -> None:
+    def __init__(self, seed: int | None = None, lines: list[str] | None = None) -> None:
         self.seed = seed
         # Whether torch's generator has yet to move on, as a plain loader lets it. With a given seed
         # it stays.
@@ -72,7 +73,7 @@ class ExactLoading:
         # Whether training can start inside an epoch.
         self.starts_inside_epochs = True
         # What could not be made exact, and who shares the data; several loaders may say the same.
-        self.lines_to_say: list[str] = []
+        self.lines: list[str] = [] if lines is None else lines
         self.training: list[Passes] = []
         # Whether Lightning reads before the module's hooks: it does so where a loader has no
         # length.
@@ -161,7 +162,7 @@ class ExactLoading:
         places = chain(saved, repeat((0, None)))
         for passes, (first, state) in zip(self.training, places, strict=False):
             if state is not None and passes.owner is None and self.start.loaders:
-                self.lines_to_say.append(
+                self.lines.append(
                     "the checkpoint holds a state of a loader that has none now: the resume is not"
                     " exact."
                 )
@@ -270,7 +271,7 @@ class ExactLoading:
 
     def _note_order(self, source: Any, trainer: Trainer) -> None:
         if trainer.training and not _has_known_order(source):
-            self.lines_to_say.append(
+            self.lines.append(
                 f"{type(source).__name__} has neither set_epoch nor state_dict: if it keeps its"
                 " own random state, or is changed elsewhere than in on_train_epoch_start, a"
                 " resumed run sees another order."
@@ -279,7 +280,7 @@ class ExactLoading:
     def _note_arrival(self, loader: Any) -> None:
         """Say so where batches come as workers have them ready, in an order that nobody knows."""
         if loader.num_workers > 1 and not loader.in_order:
-            self.lines_to_say.append(
+            self.lines.append(
                 f"a resume is not exact: {_name_of(loader)} is read with in_order=False, and gives"
                 " the batch that is ready first."
             )
@@ -292,7 +293,7 @@ class ExactLoading:
             return
         self._fetched_twice.add(name)
         if gives_others_when_asked_again(loader):
-            self.lines_to_say.append(
+            self.lines.append(
                 f"a resume is not exact: {name} gives other samples when the same are fetched"
                 " again, because it keeps a state (such as a queue, a count or a generator). Let a"
                 " sample be a function of its key and the epoch alone."
@@ -303,13 +304,13 @@ class ExactLoading:
         name = type(source_of(loader)).__name__
         if form is Form.EXACT:
             if trainer.training:
-                self.lines_to_say.append(
+                self.lines.append(
                     f"each of the {trainer.world_size} ranks trains on its share of"
                     f" {_name_of(loader)}."
                 )
         elif form is Form.OWN_DATA:
             use = "trains on" if trainer.training else "evaluates"
-            self.lines_to_say.append(
+            self.lines.append(
                 f"the ranks hold different data in {_name_of(loader)}: each {use} all of its own,"
                 " and nothing is shared here. If all should hold the same, draw them with one"
                 " seed."
@@ -317,18 +318,18 @@ class ExactLoading:
         elif not self.shares:
             self._note_that_nothing_is_shared()
         elif trainer.training:
-            self.lines_to_say.append(
+            self.lines.append(
                 f"{name} shares the training data among the ranks itself: its shares stay as they "
                 "are."
             )
         else:
-            self.lines_to_say.append(
+            self.lines.append(
                 f"{name} shares the evaluation's data among the ranks itself: its shares stay as "
                 "they are, with what it repeats or leaves out."
             )
 
     def _note_that_nothing_is_shared(self) -> None:
-        self.lines_to_say.append(
+        self.lines.append(
             "--use_distributed_sampler false: every rank reads its loaders as they are; no data "
             "are shared here."
         )
@@ -351,7 +352,7 @@ class ExactLoading:
                 f"{counts} batches, and must have equally many. Share the data equally, or limit "
                 f"the epoch with --limit_train_batches {min(batches)}."
             )
-        self.lines_to_say.append(
+        self.lines.append(
             f"the ranks' own shares of an evaluation have {counts} batches: log with "
             "sync_dist=True, else its values are those of rank 0."
         )
@@ -398,7 +399,7 @@ class ExactLoading:
         if ends_together:
             loader.shortest = shortest
             counts = ", ".join(map(str, lengths))
-            self.lines_to_say.append(
+            self.lines.append(
                 f"the ranks' data have {counts} batches: an epoch ends after {shortest} for all"
                 " ranks."
             )
@@ -450,23 +451,23 @@ class ExactLoading:
         faults = [each for each in of_all_ranks(proof.fault) if each is not None]
         if faults:
             self.starts_inside_epochs = False
-            self.lines_to_say.append(
+            self.lines.append(
                 f"the training data come from {name}, {faults[0]}: a resumed run goes on from the "
                 "last epoch's end."
             )
         if proof.next_fault == OTHER_SAMPLES:
-            self.lines_to_say.append(
+            self.lines.append(
                 f"a resume is not exact: {name} {OTHER_SAMPLES} (it may draw from a random "
                 "generator of its own, or count its epochs itself)."
             )
         elif proof.next_fault is not None:
-            self.lines_to_say.append(f"a resume may not be exact: {name} {proof.next_fault}.")
+            self.lines.append(f"a resume may not be exact: {name} {proof.next_fault}.")
         return proof.owner
 
     def _note_workers_that_live_on(self, loader: Any) -> None:
         is_own_loader = isinstance(loader, DataLoader) and not is_plain(loader)
         if is_own_loader and loader.persistent_workers:
-            self.lines_to_say.append(
+            self.lines.append(
                 f"the workers of {_name_of(loader)} outlive an epoch: if they draw random numbers, "
                 "a resumed run sees others."
             )
@@ -482,7 +483,7 @@ class ExactLoading:
         batches = _batches_of_epoch(trainer.limit_val_batches, loader)
         fault = fault_of_next_epoch(loader, None, seed, batches)
         if fault == OTHER_SAMPLES:
-            self.lines_to_say.append(
+            self.lines.append(
                 f"the validations of a resumed run are not exact: {name} {OTHER_SAMPLES} (it may go"
                 " on from one validation to the next, or draw from a random generator of its own)."
             )
@@ -491,12 +492,12 @@ class ExactLoading:
         if not self.shares:
             self._note_that_nothing_is_shared()
         elif not training:
-            self.lines_to_say.append(
+            self.lines.append(
                 f"every rank reads {_name_of(loader)} as it is: let it yield each rank its own "
                 "part, and log with sync_dist=True."
             )
         elif owner is None:
-            self.lines_to_say.append(
+            self.lines.append(
                 f"every rank reads {_name_of(loader)} as it is: let it yield each rank its own "
                 "part."
             )

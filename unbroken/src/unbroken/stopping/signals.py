@@ -5,9 +5,10 @@ Before training has begun there is nothing to save, and the process ends right a
 ends the ranks that it has started, since they would fail without it. A signal to one of them is
 passed on to rank zero.
 
-A second signal is ignored until the step is saved. After that a command with one rank lets it end
-the process at once (see ``unbroken/run/main_job.py``); with several ranks it stays ignored, since
-all of them must end together. In a script the handlers are the script's again as soon as
+A second signal changes nothing until the step is saved: its handler returns, since the first is
+being done. After that a command with one rank lets it end the process at once: ``train`` in
+``unbroken/run/main_job.py`` sets ``deferring`` to False before it writes report and summary, and the
+handler raises. With several ranks it stays ignored, since all of them must end together. In a script the handlers are the script's again as soon as
 ``Trainer.fit`` has told its callbacks of the end (:meth:`TakenOver.end`).
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
@@ -201,11 +202,22 @@ def _note_requeue(number: int) -> None:
     """Note SLURM's signal like a stop, under its own number."""
 
     def note(received: int, _: FrameType | None) -> None:
-        if not state.requested:
-            state.requested_at = time.monotonic()
-        state.requested = received
+        _keep_first(received)
 
     signal.signal(number, note)
+
+
+def _keep_first(signum: int) -> bool:
+    """Keep what the run is asked for, and since when; returns whether it is the first time.
+
+    A later signal changes nothing of it, since the first is being done: SIGTERM, which a scheduler
+    sends a while after SLURM's signal, takes nothing from it.
+    """
+    if state.requested:
+        return False
+    state.requested_at = time.monotonic()
+    state.requested = signum
+    return True
 
 
 def seconds_left() -> float:
@@ -225,11 +237,8 @@ def as_stop(number: int) -> int:
 
 
 def _note(number: int, frame: FrameType | None) -> None:
-    is_first = not state.requested
-    if is_first:
-        state.requested_at = time.monotonic()
     signum = as_stop(number)
-    state.requested = signum
+    is_first = _keep_first(signum)
     _call_the_scripts(number, frame)
     if not state.begun and is_child() and _tell_rank_zero(signum):
         # Rank zero ends this process, and would be killed itself if this one ended first.

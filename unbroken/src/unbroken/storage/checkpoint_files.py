@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -119,48 +119,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             del mapped["loops"]
         weights = mapped.pop("state_dict")
         return {"state_dict": weights, **Staging().copy(mapped)}
-
-
-class OneSave(TorchCheckpointIO):
-    """The Trainer's way to the disk while the engine saves once.
-
-    Args:
-        writer: Makes the checkpoint plain.
-        needed: Entries that Lightning restores itself, beside its usual ones. A run cannot do
-            without.
-        add_state: Puts what a resume needs into Lightning's checkpoint; returns this project's
-            entry of it.
-        write: Takes the plain checkpoint. It knows where it is written.
-    """
-
-    def __init__(
-        self,
-        writer: AtomicCheckpointIO,
-        needed: Collection[str],
-        add_state: Callable[[dict[str, Any]], dict[str, Any]],
-        write: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self._writer = writer
-        self._needed = needed
-        self._add_state = add_state
-        self._write = write
-        self._record: dict[str, Any] | None = None
-
-    def add_state(self, checkpoint: dict[str, Any]) -> None:
-        """Called before the user's own ``on_save_checkpoint``, with Lightning's checkpoint."""
-        self._record = self._add_state(checkpoint)
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
-        """Take the whole checkpoint, on rank zero. Its own containers are changed."""
-        if checkpoint.get(RUN_KEY) is not self._record:
-            raise UserError(
-                f"a checkpoint's entry {RUN_KEY!r} is this project's, and on_save_checkpoint of the"
-                " module or of a callback has set it. Give that entry another name."
-            )
-        self._writer.make_plain(checkpoint, self._needed)
-        self._write(checkpoint)
 
 
 def save_to(checkpoint: dict[str, Any], path: Path) -> None:

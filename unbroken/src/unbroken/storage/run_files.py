@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +13,12 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from unbroken.errors import UserError
 from unbroken.stopping.ranks import of_all_ranks, say
-from unbroken.storage.checkpoint_files import AtomicCheckpointIO, OneSave, damage, read_or_reason
-from unbroken.storage.contents import record_in
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO
+from unbroken.storage.contents import RUN_KEY
 from unbroken.storage.files import NotWritten, copy_atomically
 from unbroken.storage.savable import NotPlain
 from unbroken.storage.staging import MemoryRange, Staging, bytes_in, memory_made_for
+from unbroken.storage.usable import newest_whole
 from unbroken.storage.writer import Writer
 
 # Bytes of a state. A smaller one is written before a copy and a thread would have begun.
@@ -103,9 +102,8 @@ class RunFiles:
     ) -> None:
         """Save the state that the Trainer has now. Every rank calls it; rank zero writes.
 
-        ``trainer.save_checkpoint`` calls our ``on_save_checkpoint``, which adds the state, and then
-        the :class:`OneSave` that stands in the place of the Trainer's CheckpointIO: it begins to
-        write.
+        Lightning makes its checkpoint, and ``add_state`` adds to it (:class:`OneSave`). It is made
+        plain. Then it is written, or copied for the thread that writes it.
 
         A disk that fails is no error here: :attr:`trouble` says so, and a line does.
 
@@ -114,7 +112,8 @@ class RunFiles:
             is_best: Whether ``best.ckpt`` is written. Else ``last.ckpt`` is.
             is_last: Whether a new best is copied to ``last.ckpt``, too.
             group: The ranks' group in CPU memory.
-            add_state: See :class:`OneSave`.
+            add_state: Puts what a resume needs into Lightning's checkpoint; returns the library's
+                entry of it.
             when_saved: Called on rank zero when the files are on the disk.
 
         Raises:
@@ -130,25 +129,15 @@ class RunFiles:
             copy=self.last if is_best and is_last else None,
             when_saved=when_saved,
         )
-        private: set[MemoryRange] = set()
-
-        def add_and_note(checkpoint: dict[str, Any]) -> dict[str, Any]:
-            private.update(memory_made_for(checkpoint, trainer))
-            return add_state(checkpoint)
-
-        begin_to_write = partial(self._begin_to_write, job, private)
-        keys = restored_by_lightning(trainer)
-        one_save = OneSave(writer, keys, add_and_note, begin_to_write)
+        one_save = OneSave(trainer, add_state)
         try:
-            trainer.strategy.checkpoint_io = one_save
-            trainer.save_checkpoint(job.target, weights_only=False)
+            checkpoint = one_save.make(job.target)
+            if checkpoint is not None:
+                writer.make_plain(checkpoint, restored_by_lightning(trainer))
+                self._begin_to_write(job, one_save.private, checkpoint)
         except (UserError, NotPlain) as error:
-            # Rank zero writes, and the others wait for it at the end of save_checkpoint. If the
-            # write failed, rank zero must still meet them at that barrier.
             failure = str(error)
-            trainer.strategy.barrier()
         finally:
-            trainer.strategy.checkpoint_io = theirs
             self.costs.last_wait_seconds = time.perf_counter() - begun
             self.costs.wait_seconds += self.costs.last_wait_seconds
         failures = [reason for reason in of_all_ranks(failure, group) if reason]
@@ -226,31 +215,62 @@ class RunFiles:
             say(f"the run is saved again, since {time.strftime('%H:%M:%S')}.")
         self.trouble = None
 
-    def usable_best(self, run_id: str | None) -> tuple[dict[str, Any], str | None]:
-        """The contents of ``best.ckpt``, and None; or nothing, and why it cannot be used.
 
-        One that is damaged, or belongs to another run, is renamed.
+class OneSave(TorchCheckpointIO):
+    """Lets Lightning make a checkpoint, and takes it in the place of the Trainer's CheckpointIO.
+
+    Args:
+        trainer: Makes it.
+        add_state: Puts what a resume needs into Lightning's checkpoint; returns the library's entry
+            of it.
+
+    Attributes:
+        private: Memory in the checkpoint that nobody else holds, so that it need not be copied.
+    """
+
+    def __init__(
+        self, trainer: Trainer, add_state: Callable[[dict[str, Any]], dict[str, Any]]
+    ) -> None:
+        self.private: set[MemoryRange] = set()
+        self._trainer = trainer
+        self._add_state = add_state
+        self._record: dict[str, Any] | None = None
+        self._made: dict[str, Any] | None = None
+
+    def make(self, target: Path) -> dict[str, Any] | None:
+        """The checkpoint of this moment, on rank zero; None on the others. Every rank calls it.
+
+        ``target`` is what the hooks of others are told.
         """
-        if not self.best.exists():
-            return {}, f"{self.best} is missing;"
-        checkpoint, reason = read_or_reason(self.best)
-        if reason is None and record_in(checkpoint).get("run_id") != run_id:
-            reason = f"{self.best} belongs to another run."
-        if reason is None:
-            return checkpoint, None
-        aside = self.best.with_suffix(".ckpt.set-aside")
-        number = 1
-        # One that was set aside before stays.
-        while os.path.lexists(aside):
-            number += 1
-            aside = self.best.with_suffix(f".ckpt.set-aside-{number}")
-        os.replace(self.best, aside)
-        return {}, f"{reason} It was set aside;"
+        strategy = self._trainer.strategy
+        theirs = strategy.checkpoint_io
+        strategy.checkpoint_io = self
+        try:
+            # It calls our on_save_checkpoint (add_state below), and then save_checkpoint below.
+            self._trainer.save_checkpoint(target, weights_only=False)
+        except (UserError, NotPlain):
+            # The others wait for this rank at the end of save_checkpoint.
+            strategy.barrier()
+            raise
+        finally:
+            strategy.checkpoint_io = theirs
+        if self._made is not None and self._made.get(RUN_KEY) is not self._record:
+            raise UserError(
+                f"a checkpoint's entry {RUN_KEY!r} is this project's, and on_save_checkpoint of the"
+                " module or of a callback has set it. Give that entry another name."
+            )
+        return self._made
 
-    def replace_damaged_last(self) -> None:
-        """Copy ``best.ckpt`` where ``last.ckpt`` is damaged, for nothing else would do so."""
-        if damage(self.last) is not None and self.best.exists():
-            copy_atomically(self.best, self.last)
+    def add_state(self, checkpoint: dict[str, Any]) -> None:
+        """Called before the user's own ``on_save_checkpoint``, with Lightning's checkpoint."""
+        self.private = memory_made_for(checkpoint, self._trainer)
+        self._record = self._add_state(checkpoint)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Take the whole checkpoint, on rank zero."""
+        self._made = checkpoint
 
 
 @dataclass
@@ -276,31 +296,3 @@ def restored_by_lightning(trainer: Trainer) -> set[str]:
     """The names under which a checkpoint holds the states of data module and precision."""
     owners = [trainer.precision_plugin, trainer.datamodule]  # type: ignore[attr-defined]
     return {type(owner).__qualname__ for owner in owners}
-
-
-def newest_whole(last: Path, best: Path) -> tuple[Path | None, list[str]]:
-    """The checkpoint that a run goes on from; and a line for each that is skipped.
-
-    That is ``last``, or else ``best``. A ``best`` inside an epoch of data that cannot be started
-    there is taken only where a damaged ``last`` would lose more than this epoch.
-    """
-    skipped: list[str] = []
-    for path in (last, best):
-        if not path.exists():
-            continue
-        checkpoint, reason = read_or_reason(path)
-        is_best_alone = path == best and not last.exists()
-        if reason is None and is_best_alone and not can_start_from(checkpoint):
-            reason = f"{path} is inside an epoch, and its data cannot be started there."
-        if reason is None:
-            return path, skipped
-        skipped.append(f"skipped: {reason}")
-    return None, skipped
-
-
-def can_start_from(checkpoint: dict[str, Any]) -> bool:
-    """Whether a resume from a checkpoint is exact, as far as its place and loaders are concerned.
-
-    It is not in a new best inside an epoch of data that cannot be started there.
-    """
-    return record_in(checkpoint).get("can_go_on") is not False
