@@ -16,9 +16,9 @@ Why a run that is resumed inside an epoch is the run that was not stopped:
   batches that each loader has given. ``loading/__init__.py`` says how.
 - The loops begin with the next batch. A checkpoint's counters say of everything that it is done or
   not begun (``clean_counters`` in parts/loops.py).
-- What steps and hooks have changed since the start is in the checkpoint: by Lightning's own entries,
-  or by a part (kept.py has the list). Generators of random numbers come last, since giving back
-  another part may draw.
+- What steps and hooks have changed since the start is in the checkpoint: in Lightning's own
+  entries, or in a part (kept.py has the list). Generators of random numbers come last, since giving
+  back another part may draw.
 - The hooks of the start, which the other run has not called, leave no trace (noted.py).
 
 Where a run was stopped in the validation behind its last step, ``max_steps`` is reached, and

@@ -7,9 +7,10 @@ passed on to rank zero.
 
 A second signal changes nothing until the step is saved: its handler returns, since the first is
 being done. After that a command with one rank lets it end the process at once: ``train`` in
-``unbroken/run/main_job.py`` sets ``deferring`` to False before it writes report and summary, and the
-handler raises. With several ranks it stays ignored, since all of them must end together. In a script the handlers are the script's again as soon as
-``Trainer.fit`` has told its callbacks of the end (:meth:`TakenOver.end`).
+``unbroken/run/main_job.py`` sets ``deferring`` to False before it writes report and summary, and
+the handler raises. With several ranks it stays ignored, since all of them must end together. In a
+script the handlers are the script's again as soon as ``Trainer.fit`` has told its callbacks of the
+end (:meth:`TakenOver.end`).
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """
