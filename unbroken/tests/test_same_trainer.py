@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
+import shutil
 import signal
 import stat
 import sys
@@ -238,13 +239,20 @@ def test_last_of_the_users_own_model_checkpoint_is_found(workplace: Path) -> Non
         return trainer_of(ExactCheckpoint("r"), theirs, max_epochs=epochs)
 
     trainer = make(1)
-    trainer.fit(Regression())
+    # A script that always says so trains anew the first time.
+    trainer.fit(Regression(), ckpt_path="last")
+    assert trainer.global_step == 6
     trainer.validate(ckpt_path="last", verbose=False)
     assert trainer.ckpt_path == str(workplace / "theirs/last.ckpt")
     longer = make(2)
     longer.fit(Regression(), ckpt_path="last")
     assert longer.ckpt_path == trainer.ckpt_path
     assert longer.global_step == 12
+    shutil.rmtree("theirs")
+    before = Path("r/last.ckpt").read_bytes()
+    with pytest.raises(UserError, match='ckpt_path="last" finds checkpoints of a ModelCheckpoint'):
+        make(3).fit(Regression(), ckpt_path="last")
+    assert Path("r/last.ckpt").read_bytes() == before
 
 
 def test_best_is_ours(workplace: Path) -> None:
@@ -692,6 +700,26 @@ def test_a_live_loader_is_one_of_the_users_class_with_its_methods_and_attributes
     assert (loader.level, loader.note) == (2, 0)
     assert vars(loader).keys() == vars(plain_loader(0, Shorter)).keys() | {"level", "note"}
     assert [len(batch) for batch in loader] == [2] * 12
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (OwnLoader, OwnLoader),
+        (lambda: plain_loader(0, Negates), Negates),
+        (lambda: DataLoader(Endless(), 2), DataLoader),
+    ],
+)
+def test_a_live_loader_without_an_exact_form_is_an_instance_of_the_users_class(
+    workplace: Path, make: Callable[[], Any], kind: type
+) -> None:
+    found: list[bool] = []
+
+    def look(loader: Any, epoch: int) -> None:
+        found.extend([isinstance(loader, kind), isinstance(loader, Shorter)])
+
+    read_by(Reads(look), make, ExactCheckpoint("r"), max_epochs=1)
+    assert found == [True, False]
 
 
 @pytest.mark.parametrize("make", [plain_loader, OwnLoader])

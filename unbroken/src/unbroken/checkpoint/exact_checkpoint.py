@@ -242,7 +242,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse_another_lightning(trainer)
-        refuse_what_is_not_found(trainer)
+        refuse_what_is_not_found(trainer, self.own_folder.files)
         take_rank_of_the_trainer(trainer)
         if stage == "predict":
             return

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from unbroken import lightning_internals
 from unbroken.errors import UserError
 from unbroken.stopping.ranks import of_all_ranks
+from unbroken.storage.run_files import RunFiles
 
 
 def refuse_another_lightning(trainer: Any) -> None:
@@ -24,14 +26,19 @@ def refuse_another_lightning(trainer: Any) -> None:
         )
 
 
-def refuse_what_is_not_found(trainer: Trainer) -> None:
+def refuse_what_is_not_found(trainer: Trainer, files: RunFiles) -> None:
     """A UserError for ``ckpt_path="last"`` where Lightning has found no checkpoint for it.
 
     It looks for those of a ModelCheckpoint alone. It would train anew, and replace what is in the
-    folder, or test random weights.
+    folder, or test random weights. But the first start of a script with a ModelCheckpoint, which
+    says "last" at every start, trains anew as it would without ExactCheckpoint.
     """
-    is_last = lightning_internals.asked_checkpoint(trainer) == "last"
-    if is_last and lightning_internals.found_checkpoint(trainer) is None:
+    asked = lightning_internals.asked_checkpoint(trainer)
+    if asked != "last" or lightning_internals.found_checkpoint(trainer) is not None:
+        return
+    theirs = [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+    is_first_start = trainer.state.fn == "fit" and not (files.last.exists() or files.best.exists())
+    if not theirs or not is_first_start:
         raise UserError(
             'ckpt_path="last" finds checkpoints of a ModelCheckpoint alone. Write'
             " ckpt_path=keep.resume_from, where keep is the ExactCheckpoint: it is None the first"

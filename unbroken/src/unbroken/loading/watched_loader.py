@@ -239,7 +239,7 @@ class LiveLoader:
     """What the user's code finds in the place of a loader that has no exact form.
 
     It gives the batches as :class:`WatchedLoader` does. All else is read from, and written to, the
-    loader itself.
+    loader itself, and ``isinstance`` takes it for one of the loader's class.
     """
 
     __slots__ = ("__weakref__", "exact_passes", "told_of")
@@ -251,6 +251,10 @@ class LiveLoader:
         object.__setattr__(self, "exact_passes", passes)
         # The attributes that were changed, and of which this was said.
         object.__setattr__(self, "told_of", set())
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self.exact_passes.loader)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.exact_passes)
