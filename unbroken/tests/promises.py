@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import sys
@@ -59,11 +61,15 @@ class TaskSuite:
     @pytest.fixture(scope="class")
     @classmethod
     def undisturbed(cls, flags: list[str]) -> Path:
-        """Folder of a run that nobody interrupts."""
-        assert fit.main([*flags, "--run_name", "undisturbed"]) == 0
+        """Folder of a run that nobody interrupts. Beside it lies what the run has said."""
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            assert fit.main([*flags, "--run_name", "undisturbed"]) == 0
+        (Path(flags[-1]) / "said.txt").write_text(said.getvalue())
         return Path(flags[-1]) / "undisturbed"
 
     def test_trains_and_reports(self, undisturbed: Path) -> None:
+        # Nothing is lost in a resume.
+        assert "a resumed run" not in (undisturbed.parent / "said.txt").read_text()
         facts = summary(undisturbed)
         logged = {name for row in rows(undisturbed) for name in row}
         assert facts["throughput/samples_per_sec"] > 0

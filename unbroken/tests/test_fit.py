@@ -180,6 +180,8 @@ def test_what_a_person_sees_names_accuracy_time_and_the_next_command(finished: P
     assert "python -m numerals.test" in shown
     assert "wandb sync" in shown
     assert "epoch 3/3" in shown
+    # With all monitors on, nothing is lost in a resume.
+    assert "a resumed run" not in shown
 
 
 def test_the_config_repeats_the_run(finished: Path, workplace: Path) -> None:

@@ -43,6 +43,7 @@ from unbroken.loading.own_generators import KINDS as GENERATORS
 from unbroken.loading.own_generators import draws_from_a_state
 from unbroken.loading.samplers import has_state, is_stream, samplers_within
 from unbroken.parts.plain_values import (
+    LIBRARY,
     NUMBERS_AND_TEXTS,
     is_plain,
     is_single,
@@ -267,7 +268,7 @@ class _Look:
             name = f"callbacks.{kind}.{of_class[kind]}"
             of_class[kind] += 1
             # A callback keeps what its state_dict says, as Lightning has it.
-            is_silent = saves_itself(callback) or package_of(callback) == "unbroken"
+            is_silent = saves_itself(callback) or package_of(callback) == LIBRARY
             inside = Inside(keeps_attributes=False, told=NOTHING if is_silent else OF_CALLBACKS)
             places += self._attributes(name, callback, inside, 0)
         self._walk(places)

@@ -29,6 +29,7 @@ from unbroken.errors import UserError
 from unbroken.holding.bounds import LARGEST_ARRAY_BYTES, MOST_TEXTS
 from unbroken.tensors.same_values import is_same
 
+LIBRARY = "unbroken"
 # The rooms of the library whose classes a task is made of
 TASKS = ("unbroken.tasks.", "unbroken.data.")
 # A tensor that was on the accelerator
@@ -198,8 +199,8 @@ def is_plain_dataclass(kind: type) -> bool:
 def is_users_own(kind: type) -> bool:
     """Whether a class is neither Python's nor of an installed package.
 
-    The library's tasks count as the user's, wherever it lies: he configures them and inherits from
-    them.
+    Of the library, wherever it is installed, the tasks alone count as the user's: he configures
+    them and inherits from them.
     """
     return is_users_module(kind.__module__)
 
@@ -207,10 +208,11 @@ def is_users_own(kind: type) -> bool:
 @functools.cache
 def is_users_module(name: str) -> bool:
     """Whether the classes of a module are the user's own."""
-    if name.startswith(TASKS):
-        return True
+    package = name.partition(".")[0]
+    if package == LIBRARY:
+        return name.startswith(TASKS)
     module = sys.modules.get(name)
-    if name.partition(".")[0] in sys.stdlib_module_names or module is None:
+    if package in sys.stdlib_module_names or module is None:
         return False
     file = getattr(module, "__file__", None)
     if file is None:
