@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import warnings
 from collections import Counter, OrderedDict, defaultdict
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from numerals.fit import job as fit
 from unbroken import ExactCheckpoint, run_folder
 from unbroken.cli import start as entry
 from unbroken.errors import UserError
 from unbroken.loggers.metrics_csv import MetricsCSV
+from unbroken.run import Job
 from unbroken.run_folder import RunFolder, choose, find_checkpoint, newest_run, point_latest_at
+from unbroken.storage import run_files
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO, damage, read
 from unbroken.storage.files import write_atomically
 from unbroken.storage.usable import usable_best
@@ -33,6 +36,7 @@ from tests.commands import (
     SMALL,
     WHOLE_NETWORK,
     assert_same_run,
+    build_with,
     checkpoint,
     command,
     differences,
@@ -198,17 +202,87 @@ def test_a_run_that_ends_on_a_full_disk_says_so_in_one_line_and_keeps_what_was_w
         subprocess.run(["umount", "--lazy", disk], check=True)  # a file may still be open
 
 
+class FillsTheDisk(Callback):
+    """Leaves no room on a disk for some steps."""
+
+    def __init__(self, disk: Path) -> None:
+        self.filler = disk / "filler"
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == 4:
+            with suppress(OSError), open(self.filler, "wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+        elif trainer.global_step == 48:
+            self.filler.unlink()
+
+
+def test_a_disk_that_is_full_for_a_while_ends_no_run_and_loses_no_row(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    disk = workplace / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small disk needs the right to mount one")
+    flags = [*SMALL, "--max_epochs", "1", "--log_every_n_steps", "1", "--checkpoint_every", "2"]
+    flags += ["--logger", "false"]
+    try:
+        assert fit.main([*flags, "--run_name", "undisturbed"]) == 0
+        capsys.readouterr()
+        monkeypatch.setattr(Job, "build", build_with(FillsTheDisk(disk)))
+        assert fit.main([*flags, "--run_name", "full", "--default_root_dir", str(disk)]) == 0
+        told = capsys.readouterr().out
+        assert told.count("metrics.csv is not written: ") == 1
+        assert told.count("metrics.csv is written again, since ") == 1
+        assert told.count("nothing is saved: ") == 1
+        assert told.count("the run is saved again, since ") == 1
+        assert_same_run(Path("checkpoints/undisturbed"), disk / "full")
+    finally:
+        subprocess.run(["umount", "--lazy", disk], check=True)  # a file may still be open
+
+
+@pytest.mark.parametrize("size", [0, 2**30], ids=["in the background", "at once"])
+def test_a_folder_that_cannot_be_reached_for_a_while_ends_no_run(
+    workplace: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    size: int,
+) -> None:
+    class Hides(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+            if trainer.global_step == 2:
+                Path("mine").rename("hidden")
+                Path("mine").write_text("a file is in its place")
+            elif trainer.global_step == 4:
+                Path("mine").unlink()
+                Path("hidden").rename("mine")
+
+    monkeypatch.setattr(run_files, "WRITTEN_AT_ONCE", size)
+    keep = ExactCheckpoint("mine/r", every="1")
+    module = Regression()
+    flags = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = Trainer(
+        accelerator="cpu", callbacks=[Hides(), keep], max_epochs=2, limit_train_batches=6, **flags
+    )
+    trainer.fit(module)
+    assert read(keep.last_path)["global_step"] == trainer.global_step > 4
+    told = capsys.readouterr().out
+    assert told.count("nothing is saved: ") == 1
+    assert told.count("the run is saved again, since ") == 1
+
+
 def test_a_checkpoint_waits_until_the_rows_that_it_counts_are_on_the_disk(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waited: list[bool] = []
-    save = MetricsCSV.save
+    write = MetricsCSV.write
 
-    def noted(self: MetricsCSV, to_disk: bool = False) -> int:
+    def noted(self: MetricsCSV, to_disk: bool = False) -> None:
         waited.append(to_disk)
-        return save(self, to_disk)
+        write(self, to_disk)
 
-    monkeypatch.setattr(MetricsCSV, "save", noted)
+    monkeypatch.setattr(MetricsCSV, "write", noted)
     assert entry.exit_code(fit.main, [*SMALL, "--run_name", "r", "--max_epochs", "1"]) == 0
     assert any(waited)
 

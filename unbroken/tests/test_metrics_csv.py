@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
+from unbroken.errors import UserError
 from unbroken.loggers.metrics_csv import MetricsCSV, read_metrics
 
 from tests.monitored import read
@@ -36,10 +38,12 @@ def test_lines_are_appended_and_a_row_that_grew_is_joined_when_it_is_read_and_at
     logger = MetricsCSV(path)
     for step in range(3):
         logger.log_metrics({"a": step, "b": step / 3}, step)
-        assert logger.save() == step + 1
+        logger.save()
+        assert logger.count == step + 1
     before = path.read_bytes()
     logger.log_metrics({"b": 1e-9 / 3}, 2)
-    assert logger.save() == 3
+    logger.save()
+    assert logger.count == 3
     assert path.read_bytes().startswith(before), "no line is written over while a run goes on"
     wanted = [{"step": step, "a": step, "b": step / 3} for step in range(3)]
     wanted[2]["b"] = 1e-9 / 3
@@ -65,7 +69,8 @@ def test_texts_make_no_rows(path: Path) -> None:
     logger.log_metrics({"phase": "warm-up"}, 1)
     logger.log_metrics({"phase": "main"}, 2)
     logger.log_metrics({"a": 0.5}, 3)
-    assert logger.save() == 1
+    logger.save()
+    assert logger.count == 1
     assert read_metrics(path) == [{"step": 3, "a": 0.5}]
 
 
@@ -131,10 +136,11 @@ def test_rows_that_a_checkpoint_counts_are_on_the_disk(
     logger.log_metrics({"a": 2}, 2)
     logger.save()
     assert not on_disk, "a log step need not wait for the disk"
-    assert logger.save(to_disk=True) == 2
+    logger.write(to_disk=True)
     assert on_disk == [path.stat().st_size]
     path.unlink()
-    assert logger.save(to_disk=True) == 2
+    logger.write(to_disk=True)
+    assert logger.count == 2
 
 
 def test_any_metric_name_is_kept_and_none_takes_the_place_of_the_step(path: Path) -> None:
@@ -158,3 +164,43 @@ def test_a_file_taken_away_after_some_rows_gets_no_row_twice(path: Path) -> None
         logger.log_metrics({name: 5}, 5)
         logger.save()
     assert read(path) == [{"step": 5, "a": 5, "b": 5}]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of a file's size")
+def test_rows_that_the_disk_does_not_take_wait_for_it(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import resource
+
+    logger = MetricsCSV(path)
+    logger.log_metrics({"a": 0.5}, 0)
+    logger.save()
+    before = path.read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # A part of the next line fits, and the whole does not.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 3, hard))
+    try:
+        for step in range(1, 4):
+            logger.log_metrics({"a": step / 3}, step)
+        with pytest.raises(UserError, match=r"metrics.csv could not be saved: File too large\."):
+            logger.write()
+        with pytest.raises(UserError, match="File too large"):
+            logger.finalize("success")
+        # An error that ends the run is not hidden by this one.
+        logger.finalize("failed")
+        assert path.read_bytes() == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    logger.log_metrics({"b": 7.0}, 3)
+    logger.log_metrics({"a": 4 / 3}, 4)
+    logger.finalize("success")
+    assert read(path) == [
+        {"step": 0, "a": 0.5},
+        {"step": 1, "a": 1 / 3},
+        {"step": 2, "a": 2 / 3},
+        {"step": 3, "a": 1.0, "b": 7.0},
+        {"step": 4, "a": 4 / 3},
+    ]
+    told = capsys.readouterr().out
+    assert told.count("metrics.csv is not written: ") == 1
+    assert told.count("metrics.csv is written again, since ") == 1

@@ -212,15 +212,3 @@ def test_the_line_that_resumes_names_the_options_of_srun_that_are_known(
     first, command = progress.stopped_lines("python -m project.fit", tmp_path, 5, 5)
     assert first.endswith("To go on, by the launcher that has set RANK and WORLD_SIZE:")
     assert command.startswith("  python -m project.fit --run_name ")
-
-
-def test_a_metrics_csv_that_cannot_be_written_is_one_line_with_the_file(workplace: Path) -> None:
-    from unbroken.loggers.metrics_csv import MetricsCSV
-
-    logger = MetricsCSV(Path("metrics.csv"))
-    logger.log_metrics({"a": 1.0}, 1)
-    logger.save()
-    logger.path = Path("/dev/full")
-    logger.log_metrics({"a": 2.0}, 2)
-    with pytest.raises(UserError, match="/dev/full could not be written: No space left"):
-        logger.save()

@@ -116,6 +116,11 @@ class KeptParts:
         """Take the parts that no validation changes, for a stop inside one."""
         snapshot.add(trainer, [part for part in self.all if not part.changes_in_validation])
 
+    def flush(self) -> None:
+        """Bring to the disk what parts refer to, before a checkpoint is written."""
+        for part in self.all:
+            part.flush()
+
     def state_of(self, snapshot: Snapshot, group: Any) -> dict[str, Any]:
         """What a checkpoint holds of a snapshot: the parts of every rank, and those that are of
         all. Every rank calls it.

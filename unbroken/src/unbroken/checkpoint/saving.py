@@ -241,6 +241,7 @@ class Saving:
             is_last=wish.can_go_on,
             group=self._ending.group,
             add_state=partial(self._put_state_into, trainer, wish),
+            flush=self._kept.flush,
             when_saved=partial(self._note_saved, step),
         )
         self._last_save = time.monotonic()
@@ -257,8 +258,6 @@ class Saving:
         clean_counters(checkpoint["loops"]["fit_loop"], snapshot.place, was_validated)
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         checkpoint["lr_schedulers"] = [plain_state(schedule) for schedule in schedules]
-        for part in self._kept.all:
-            part.flush()
         # Hooks of the validation have changed callbacks' states and buffers since the snapshot.
         snapshot.put_entries_into(checkpoint)
         state = self._kept.state_of(snapshot, group)
@@ -319,7 +318,7 @@ class Saving:
         files = self._own_folder.files
         try:
             files.wait()
-            mine = files.trouble
+            mine = files.trouble.reason
         except UserError as error:
             mine = str(error)
         return next((each for each in of_all_ranks(mine, self._ending.group) if each), None)

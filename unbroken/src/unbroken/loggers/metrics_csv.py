@@ -15,8 +15,9 @@ from lightning.pytorch.loggers.logger import DummyExperiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from unbroken.errors import UserError
 from unbroken.loggers.followers import FollowsRows
-from unbroken.storage.files import write_atomically
+from unbroken.storage.files import NotWritten, append_whole, not_written, write_atomically
 from unbroken.storage.reading import read_text
+from unbroken.storage.trouble import Trouble
 from unbroken.tables import columns_of
 
 # The first columns, of whole numbers.
@@ -48,6 +49,8 @@ class MetricsCSV(Logger):
         self._count = len(rows)  # rows, with the one of this step
         self._step: int | None = None  # what is logged to; None before the first
         self._unsaved: Row = {}  # values of this step that are in no line yet
+        self._waiting: list[Row] = []  # lines of earlier steps that the disk has not taken
+        self._trouble = Trouble(f"{path} is not written", f"{path} is written again")
         self._has_line = False  # whether this step has a line in the file
         self._has_split_rows = False  # whether a step has several
 
@@ -93,33 +96,53 @@ class MetricsCSV(Logger):
             self._count += 1
         self._unsaved |= numbers
 
-    def save(self, to_disk: bool = False) -> int:  # type: ignore[override]
-        """Append what was logged since the last call; returns the number of rows, the last of which
-        may still grow.
+    @property
+    def count(self) -> int:
+        """The number of rows, the last of which may still grow."""
+        return self._count
+
+    def save(self) -> None:
+        """Write what is logged so far. A disk that does not take it ends no run: the rows wait."""
+        try:
+            self.write()
+        except NotWritten as error:
+            self._trouble.note(str(error))
+            # A line may come to stand behind those of later steps.
+            self._has_split_rows = True
+
+    def write(self, to_disk: bool = False) -> None:
+        """Append what was logged since the last call.
 
         ``to_disk``: also save the file from a power cut.
+
+        Raises:
+            NotWritten: The disk does not take it. The rows wait for the next call.
         """
+        if self._unsaved:
+            self._waiting.append({"step": self._step, **self._unsaved})
+            self._unsaved = {}
         try:
-            if self._unsaved:
-                self._append({"step": self._step, **self._unsaved})
-                self._unsaved = {}
+            while self._waiting:
+                self._append(self._waiting[0])
+                del self._waiting[0]
             if to_disk and self.path.exists():
                 with open(self.path, "rb") as file:
                     os.fsync(file.fileno())
         except OSError as error:
-            reason = error.strerror or error
-            raise UserError(
-                f"{self.path} could not be written: {reason}. Free space, or make the folder"
-                " writable; --ckpt_path auto goes on with the run."
-            ) from error
-        return self._count
+            raise not_written(self.path, error) from error
+        self._trouble.is_over()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:
         """Called by Lightning when training or a test has ended, or failed."""
-        self.save()
-        if self._has_split_rows:
-            self._rewrite(read_metrics(self.path))
+        try:
+            self.write()
+            if self._has_split_rows:
+                self._rewrite(read_metrics(self.path))
+        except NotWritten:
+            # The error that ends the run is the one to be told.
+            if status == "success":
+                raise
 
     @rank_zero_only
     def keep_rows(self, count: int) -> None:
@@ -131,6 +154,7 @@ class MetricsCSV(Logger):
         self._count = len(rows)
         self._step = rows[-1]["step"] if rows else None
         self._unsaved = {}
+        self._waiting = []
         if self.path.exists():
             self._rewrite(rows)
         for follower in self.followers:
@@ -142,8 +166,7 @@ class MetricsCSV(Logger):
             self._columns += new
             self._rewrite([*read_metrics(self.path), row])
             return
-        with open(self.path, "ab") as file:
-            file.write(self._as_text([row]))
+        append_whole(self._as_text([row]), self.path)
         self._has_split_rows = self._has_split_rows or self._has_line
         self._has_line = True
 

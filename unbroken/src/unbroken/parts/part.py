@@ -59,9 +59,12 @@ class Part:
         raise NotImplementedError
 
     def flush(self) -> None:
-        """Called right before a checkpoint is written.
+        """Called on rank zero right before a checkpoint is written.
 
         What the state refers to must be on the disk.
+
+        Raises:
+            NotWritten: The disk does not take it. Then the checkpoint is not written, either.
         """
 
     def start_anew(self) -> None:

@@ -9,8 +9,13 @@ from unbroken.parts.part import Part
 class Rows(Protocol):
     """A logger whose rows lie in a file beside the checkpoint."""
 
-    def save(self, to_disk: bool = False) -> int:
-        """Write what is logged so far; returns the number of rows."""
+    @property
+    def count(self) -> int:
+        """The number of rows, also of those that are not written yet."""
+        ...
+
+    def write(self, to_disk: bool = False) -> None:
+        """Write what is logged so far; NotWritten where the disk does not take it."""
         ...
 
     def keep_rows(self, count: int) -> None:
@@ -19,7 +24,7 @@ class Rows(Protocol):
 
 
 class MetricRows(Part):
-    """How many rows of metrics.csv were written: a resumed run writes the later ones again."""
+    """How many rows metrics.csv has: a resumed run writes the later ones again."""
 
     name = "metric_rows"
     of_each_rank = False
@@ -29,7 +34,7 @@ class MetricRows(Part):
         self.rows = rows
 
     def take(self, trainer: Trainer) -> int:
-        return self.rows.save()
+        return self.rows.count
 
     def give_back(self, trainer: Trainer, value: int) -> None:
         if not isinstance(value, int):
@@ -37,7 +42,7 @@ class MetricRows(Part):
         self.rows.keep_rows(value)
 
     def flush(self) -> None:
-        self.rows.save(to_disk=True)
+        self.rows.write(to_disk=True)
 
     def start_anew(self) -> None:
         # A run that saved nothing may have left rows.

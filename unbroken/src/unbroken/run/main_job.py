@@ -231,7 +231,7 @@ def finish(trainer: Trainer, result: RunResult) -> None:
     if trainer.is_global_zero:
         for part in parts_of(trainer):
             if isinstance(part, MetricsCSV):
-                part.save()
+                part.write()
                 result.series = read_series(part.path, result.summary.epochs)
                 result.epochs = read_epochs(part.path, result.summary.epochs)
         leave_everything(trainer, result)

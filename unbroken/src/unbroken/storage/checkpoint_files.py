@@ -11,7 +11,7 @@ from lightning.fabric.plugins import TorchCheckpointIO
 from unbroken.errors import UserError, printable, without_control_characters
 from unbroken.stopping.ranks import say
 from unbroken.storage.contents import CHOSEN, LEFT_OUT, RESTORED, RUN_KEY, VALUES, leaves, record_in
-from unbroken.storage.files import written_atomically
+from unbroken.storage.files import WholeWrites, not_written, written_atomically
 from unbroken.storage.savable import NotPlain, made_plain, make_hyperparameters_plain
 from unbroken.storage.seals import (
     is_own,
@@ -61,7 +61,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if record_in(checkpoint):
             sign(checkpoint)
         # A ModelCheckpoint that the user added may name a new folder.
-        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise not_written(target, error) from error
         with written_atomically(target) as beside:
             save_to(checkpoint, beside)
             if not self._is_proved:
@@ -139,36 +142,18 @@ def save_to(checkpoint: dict[str, Any], path: Path) -> None:
             raise UserError(f"{path} could not be saved: {type(error).__name__} {error}") from error
 
 
-class WholeWrites:
-    """A file as torch.save takes it, whose writes are whole: the system may write a part only.
-
-    PyTorch's writer turns an error of the file's into one of its own, which names no reason. So it
-    is kept here.
-    """
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.failure: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Write all of ``data``; returns its bytes."""
-        rest = memoryview(data).cast("B")
-        try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
-        except OSError as error:
-            self.failure = error
-            raise
-        return len(data)
-
-    def flush(self) -> None:
-        """Nothing: what was written is with the system."""
-
-
 def prove_it_can_be_read(written: Path, path: Path) -> None:
-    """A UserError if the file that was written beside ``path`` could not be used."""
+    """Read the file that was written beside ``path``.
+
+    Raises:
+        OSError: The disk does not give it now.
+        UserError: It could not be used.
+    """
     try:
         _read_plain(written, check_sums=False)
+    except OSError:
+        # It says something about the disk at this moment, and nothing about the file.
+        raise
     except Exception as error:
         if isinstance(error, MemoryError) or "t allocate memory" in str(error):
             # There is no room for a second copy. That says nothing about the file.

@@ -6,6 +6,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from unbroken.errors import UserError
 
@@ -52,13 +53,59 @@ def written_atomically(path: Path) -> Iterator[Path]:
         os.replace(beside, path)
     except OSError as error:
         remove(beside)
-        reason = error.strerror or error
-        fix = "What was there before is whole. Free space, or make the folder writable."
-        raise NotWritten(f"{path} could not be saved: {reason}. {fix}") from error
+        raise not_written(path, error) from error
     except BaseException:
         remove(beside)
         raise
     flush_folder(path.parent)
+
+
+def not_written(path: Path, error: OSError) -> NotWritten:
+    """What the system's error means for a file."""
+    reason = error.strerror or error
+    fix = "What was there before is whole. Free space, or make the folder writable."
+    return NotWritten(f"{path} could not be saved: {reason}. {fix}")
+
+
+class WholeWrites:
+    """A file without a buffer, whose writes are whole: the system may write a part only.
+
+    PyTorch's writer turns an error of the file's into one of its own, which names no reason. So it
+    is kept here.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of ``data``; returns its bytes."""
+        rest = memoryview(data).cast("B")
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.failure = error
+            raise
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing: what was written is with the system."""
+
+
+def append_whole(data: bytes, path: Path) -> None:
+    """Append to a file all of ``data``, or nothing.
+
+    Raises:
+        OSError: It could not be written, and the file is as it was.
+    """
+    with open(path, "ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            WholeWrites(file).write(data)
+        except OSError:
+            file.truncate(size)
+            raise
 
 
 def copy_atomically(source: Path, path: Path) -> None:

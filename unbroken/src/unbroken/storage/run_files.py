@@ -18,6 +18,7 @@ from unbroken.storage.contents import RUN_KEY
 from unbroken.storage.files import NotWritten, copy_atomically
 from unbroken.storage.savable import NotPlain
 from unbroken.storage.staging import MemoryRange, Staging, bytes_in, memory_made_for
+from unbroken.storage.trouble import Trouble
 from unbroken.storage.usable import newest_whole
 from unbroken.storage.writer import Writer
 
@@ -52,8 +53,7 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         self.best = folder / "best.ckpt"
         self.last = folder / "last.ckpt"
-        # Why nothing is saved at the moment. None: the newest save is on the disk.
-        self.trouble: str | None = None
+        self.trouble = Trouble("nothing is saved", "the run is saved again")
         # Writes where the Trainer has another way.
         self._own_io = AtomicCheckpointIO()
         self._writer = Writer()
@@ -98,6 +98,7 @@ class RunFiles:
         is_last: bool,
         group: Any,
         add_state: Callable[[dict[str, Any]], dict[str, Any]],
+        flush: Callable[[], None],
         when_saved: Callable[[], None],
     ) -> None:
         """Save the state that the Trainer has now. Every rank calls it; rank zero writes.
@@ -114,6 +115,8 @@ class RunFiles:
             group: The ranks' group in CPU memory.
             add_state: Puts what a resume needs into Lightning's checkpoint; returns the library's
                 entry of it.
+            flush: Called on rank zero before anything is written: it brings to the disk what the
+                state refers to. NotWritten: then the checkpoint is not written, either.
             when_saved: Called on rank zero when the files are on the disk.
 
         Raises:
@@ -133,8 +136,11 @@ class RunFiles:
         try:
             checkpoint = one_save.make(job.target)
             if checkpoint is not None:
+                flush()
                 writer.make_plain(checkpoint, restored_by_lightning(trainer))
                 self._begin_to_write(job, one_save.private, checkpoint)
+        except NotWritten as error:
+            self.trouble.note(str(error))
         except (UserError, NotPlain) as error:
             failure = str(error)
         finally:
@@ -198,22 +204,11 @@ class RunFiles:
                 # best.
                 copy_atomically(job.target, job.copy)
         except NotWritten as error:
-            self._note_trouble(str(error))
+            self.trouble.note(str(error))
         else:
-            self._note_success()
+            self.trouble.is_over()
             job.when_saved()
         self.costs.write_seconds = time.perf_counter() - begun
-
-    def _note_trouble(self, reason: str) -> None:
-        if self.trouble is None:
-            now = time.strftime("%H:%M:%S")
-            say(f"since {now} nothing is saved: {reason} The run goes on, and tries again.")
-        self.trouble = reason
-
-    def _note_success(self) -> None:
-        if self.trouble is not None:
-            say(f"the run is saved again, since {time.strftime('%H:%M:%S')}.")
-        self.trouble = None
 
 
 class OneSave(TorchCheckpointIO):
