@@ -167,8 +167,9 @@ def test_a_file_taken_away_after_some_rows_gets_no_row_twice(path: Path) -> None
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limit of a file's size")
+@pytest.mark.parametrize("further", [{}, {"new": 0.25}], ids=["a line", "a column"])
 def test_rows_that_the_disk_does_not_take_wait_for_it(
-    path: Path, capsys: pytest.CaptureFixture[str]
+    path: Path, capsys: pytest.CaptureFixture[str], further: dict[str, float]
 ) -> None:
     import resource
 
@@ -181,7 +182,7 @@ def test_rows_that_the_disk_does_not_take_wait_for_it(
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 3, hard))
     try:
         for step in range(1, 4):
-            logger.log_metrics({"a": step / 3}, step)
+            logger.log_metrics({"a": step / 3, **further}, step)
         with pytest.raises(UserError, match=r"metrics.csv could not be saved: File too large\."):
             logger.write()
         with pytest.raises(UserError, match="File too large"):
@@ -196,9 +197,9 @@ def test_rows_that_the_disk_does_not_take_wait_for_it(
     logger.finalize("success")
     assert read(path) == [
         {"step": 0, "a": 0.5},
-        {"step": 1, "a": 1 / 3},
-        {"step": 2, "a": 2 / 3},
-        {"step": 3, "a": 1.0, "b": 7.0},
+        {"step": 1, "a": 1 / 3, **further},
+        {"step": 2, "a": 2 / 3, **further},
+        {"step": 3, "a": 1.0, **further, "b": 7.0},
         {"step": 4, "a": 4 / 3},
     ]
     told = capsys.readouterr().out

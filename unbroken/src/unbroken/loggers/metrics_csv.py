@@ -138,7 +138,7 @@ class MetricsCSV(Logger):
         try:
             self.write()
             if self._has_split_rows:
-                self._rewrite(read_metrics(self.path))
+                self._rewrite(read_metrics(self.path), self._columns)
         except NotWritten:
             # The error that ends the run is the one to be told.
             if status == "success":
@@ -156,33 +156,35 @@ class MetricsCSV(Logger):
         self._unsaved = {}
         self._waiting = []
         if self.path.exists():
-            self._rewrite(rows)
+            self._rewrite(rows, self._columns)
         for follower in self.followers:
             follower.go_on_after(rows)
 
     def _append(self, row: Row) -> None:
         new = sorted(row.keys() - {*self._columns})
         if new or not self.path.exists():
-            self._columns += new
-            self._rewrite([*read_metrics(self.path), row])
+            self._rewrite([*read_metrics(self.path), row], [*self._columns, *new])
             return
-        append_whole(self._as_text([row]), self.path)
+        append_whole(as_text([row], self._columns), self.path)
         self._has_split_rows = self._has_split_rows or self._has_line
         self._has_line = True
 
-    def _rewrite(self, rows: Sequence[Row]) -> None:
+    def _rewrite(self, rows: Sequence[Row], columns: list[str]) -> None:
         """Write the whole file anew, a line per step."""
         # Somebody may delete the folder of a run that trains. RunRecord fills it again and says so.
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        heading = dict(zip(self._columns, self._columns, strict=True))
-        write_atomically(self._as_text([heading, *joined(rows)]), self.path)
+        heading = dict(zip(columns, columns, strict=True))
+        write_atomically(as_text([heading, *joined(rows)], columns), self.path)
+        self._columns = columns
         self._has_line = bool(rows)
         self._has_split_rows = False
 
-    def _as_text(self, rows: Sequence[Mapping[str, Any]]) -> bytes:
-        text = io.StringIO()
-        csv.DictWriter(text, self._columns).writerows(rows)
-        return text.getvalue().encode()
+
+def as_text(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> bytes:
+    """Rows as they stand in the file."""
+    text = io.StringIO()
+    csv.DictWriter(text, columns).writerows(rows)
+    return text.getvalue().encode()
 
 
 def as_number(name: str, value: Any) -> float:
