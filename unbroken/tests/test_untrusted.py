@@ -238,6 +238,7 @@ REFUSED: dict[str, Callable[[dict[str, Any]], None]] = {
     ),
     "a short name": model("network", "Planted"),
     "a short name in a list": data("transforms", ["Planted"]),
+    "a short name that is added to a list": data("transforms+", ["Planted"]),
     "planted in a folder with a hyphen": lambda contents: contents["run"]["config"].update(
         model=spec(
             "unbroken.tasks.SupervisedModule",
@@ -1508,6 +1509,28 @@ def test_control_characters_reach_no_terminal(
     line = error_of(capsys, COMMANDS["test"][0], "--ckpt_path", THEIRS)
     assert not set(evil) & set("\x1b\x07\x9b\u202e") & set(line)
     assert without_control_characters("a\tb\nc é 数") == "a\tb\nc é 数"
+
+
+def test_letters_that_no_file_can_hold_are_taken_out_of_a_strangers_names(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The half of a pair of UTF-16. A pickle holds it, and nothing that is written in UTF-8.
+    half = "r\ud800\x1b"
+    contents = checkpoint(trained)
+    contents["run"] |= {
+        "run_name": half,
+        "data_source": half,
+        "metrics": OrderedDict({f"val/{half}": 1.0}),
+        "versions": OrderedDict(torch=(half,)),
+    }
+    Path(THEIRS).parent.mkdir(parents=True)
+    torch.save(contents, THEIRS)
+    found = record(read(Path(THEIRS)), Path(THEIRS))
+    assert (found["run_name"], found["metrics"]) == ("r??", {"val/r??": 1.0})
+    assert found["versions"] == {"torch": ("r??",)}
+    main, words = COMMANDS["export"]
+    assert entry.exit_code(main, words) == 0, capsys.readouterr().err
+    assert Path("out/model.safetensors").is_file()
 
 
 def test_a_name_in_a_line_makes_no_line_of_its_own() -> None:
