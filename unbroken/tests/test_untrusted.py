@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
 import os
 import pickle
 import re
@@ -30,9 +31,11 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
+from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
 from numerals.model import MNISTClassifier
 from torch import nn
+from torch.utils.data import DataLoader
 from unbroken.cli import start as entry
 from unbroken.cli.moved_names import with_names_of_now
 from unbroken.cli.plain_values import dump_yaml
@@ -1146,6 +1149,68 @@ def test_what_is_judged_is_what_a_command_uses(
     main, words = COMMANDS[command]
     assert entry.exit_code(main, words) == 0
     assert swaps.reads == 1
+
+
+class MakesItsHeadInSetup(LightningModule):
+    """As Lightning's documentation has it: each call of setup makes the layer anew."""
+
+    def setup(self, stage: str) -> None:
+        self.head = nn.Linear(784, 10)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(self.head(images.float().flatten(1) / 255), labels)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val/loss", self.loss(batch))
+
+    def test_step(self, batch: Any) -> None:
+        self.log("test/loss", self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_layers_that_setup_makes_anew_get_a_strangers_weights(
+    request: pytest.FixtureRequest,
+) -> None:
+    data = ["--data", "numerals.data.MNISTDataModule"]
+    words = ["--model", f"{__name__}.MakesItsHeadInSetup", *data, *FEW]
+    best = ["--monitor", "val/loss", "--mode", "min"]
+    assert fit.main([*words, *SHORT, *best, "--run_name", "late"]) == 0
+    tested = ["--ckpt_path", "checkpoints/late/best.ckpt", *words]
+    assert exit_code_of_test(*tested, "--output", "own.json") == 0
+    request.getfixturevalue("on_another_machine")
+    assert exit_code_of_test(*tested, "--output", "theirs.json") == 0
+    assert Path("theirs.json").read_text() == Path("own.json").read_text()
+
+
+def test_a_strangers_file_is_read_once_to_predict_what_the_data_give(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(
+        MNISTDataModule,
+        "predict_dataloader",
+        lambda self: DataLoader(torch.zeros(4, 1, 28, 28), batch_size=2),
+    )
+    monkeypatch.setattr(MNISTDataModule, "on_after_batch_transfer", lambda self, batch, _: batch)
+    monkeypatch.setattr(MNISTDataModule, "load_state_dict", lambda self, state: given.append(state))
+    contents = checkpoint(trained)
+    contents["run"]["seal"] = None
+    contents["MNISTDataModule"] = {"root": "/precious"}
+    Path(THEIRS).parent.mkdir(parents=True)
+    torch.save(contents, THEIRS)
+    swaps = Swaps(trained, 1, monkeypatch)
+    main, _ = COMMANDS["predict"]
+    capsys.readouterr()
+    assert entry.exit_code(main, ["--ckpt_path", THEIRS, "--output", "x.json"]) == 0
+    assert swaps.reads == 1
+    assert not given
+    assert len(json.loads(Path("x.json").read_text())) == 4
 
 
 def test_a_changed_entry_makes_a_file_a_strangers(trained: Path) -> None:
