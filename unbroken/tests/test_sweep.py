@@ -382,6 +382,13 @@ def test_a_hopeless_trial_is_stopped_and_is_told_as_stopped_early(
     assert capsys.readouterr().out.endswith("stopped after 1 epochs\n")
 
 
+@pytest.mark.parametrize("text", ["step,epoch\n1,no number\n", "step,epoch\n1,2,3\n", "\0" * 2**21])
+def test_rows_that_no_trial_has_written_are_none(trial: RunningTrial, text: str) -> None:
+    (trial.folder / "metrics.csv").write_text(text)
+    assert trial.rows() == []
+    assert not trial.watch()
+
+
 def test_no_signal_is_sent_after_the_training(trial: RunningTrial) -> None:
     write_metrics(trial, "9,0,1.5,0.9", "19,1,1.5,0.9", "20,2,,")
     trial.watch()

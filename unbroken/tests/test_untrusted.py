@@ -1564,6 +1564,30 @@ def test_nothing_is_written_through_a_link_in_a_runs_folder(
     assert target.read_text() == "text"
 
 
+def test_a_run_that_starts_afresh_in_a_strangers_folder_reads_none_of_his_rows(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forge(trained, "")
+    theirs = Path(THEIRS).parent
+    Path(THEIRS).unlink()
+    rows = "step,epoch,x\n" + "1,0,2\n" * 10
+    # Rows without end take no more room than these.
+    (theirs / "metrics.csv").write_text(f"{rows}no row\n")
+    words = [*FEW, *MLP, *SHORT, "--run_name", "theirs", "--ckpt_path", "auto"]
+    assert entry.exit_code(fit.main, words) == 0, capsys.readouterr().err
+    assert "x" not in (theirs / "metrics.csv").read_text().splitlines()[0].split(",")
+
+
+@pytest.mark.parametrize("name", ["../../x", "a\x1b[2Jb", "a\nerror: b", "", "x" * 65])
+def test_a_runs_id_is_a_name_and_nothing_else(name: str, trained: Path, capsys: Any) -> None:
+    forge(trained, "")
+    Path(THEIRS).unlink()
+    (Path(THEIRS).parent / "run-id.txt").write_text(f"{name}\n")
+    assert "theirs is no run's folder" in error_of(
+        capsys, fit.main, "--run_name", "theirs", "--ckpt_path", "auto"
+    )
+
+
 def test_control_characters_reach_no_terminal(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

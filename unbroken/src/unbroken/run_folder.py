@@ -17,6 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 from unbroken.errors import UserError, nearest, require
+from unbroken.mirror.manifest import RUN_ID as IS_RUN_ID
 from unbroken.mirror.mirror import OWNER_FILE, Mirror
 from unbroken.mirror.store import is_address
 from unbroken.mirror.visiting import fetch_checkpoint
@@ -170,11 +171,12 @@ class RunFolder:
 
 
 def read_run_id(folder: Path) -> str:
-    """The id that a run's folder holds, or an empty text."""
+    """The id that a run's folder holds; an empty text where it holds none that a run writes."""
     try:
-        return read_text(folder / RUN_ID).strip()
+        found = read_text(folder / RUN_ID).strip()
     except UNREADABLE:
         return ""
+    return found if IS_RUN_ID.fullmatch(found) else ""
 
 
 def last_owner(folder: Path) -> str | None:

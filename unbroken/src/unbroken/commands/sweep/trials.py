@@ -15,7 +15,7 @@ from unbroken.commands.sweep.study import has_next_trial, next_trial
 from unbroken.errors import UserError, printable
 from unbroken.machine import threads
 from unbroken.stopping.signals import end_with_parent
-from unbroken.storage.reading import read_json, read_text, yaml_in
+from unbroken.storage.reading import UNREADABLE, read_json, read_text, yaml_in
 from unbroken.tables import format_cell, read_rows
 
 # The name of a run, by its number.
@@ -102,8 +102,14 @@ class RunningTrial:
         self.process.terminate()
 
     def rows(self) -> list[dict[str, float]]:
-        """The rows of metrics.csv that belong to an epoch."""
-        return [row for row in read_rows(self.folder / "metrics.csv") if "epoch" in row]
+        """The rows of metrics.csv that belong to an epoch. What somebody else has left there counts
+        as none, until ``fit`` replaces it.
+        """
+        try:
+            rows = list(read_rows(self.folder / "metrics.csv", is_bounded=True))
+        except UNREADABLE:
+            return []
+        return [row for row in rows if "epoch" in row]
 
     def scores(self, rows: list[dict[str, float]]) -> dict[int, float]:
         """The last value of the metric in each epoch that has one, by the epoch's number."""
