@@ -1600,6 +1600,20 @@ def test_control_characters_reach_no_terminal(
     assert without_control_characters("a\tb\nc é 数") == "a\tb\nc é 数"
 
 
+def test_the_name_of_a_strangers_folder_moves_no_cursor(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # It is the newest run, which commands take where no checkpoint is named.
+    forge(trained, "", "checkpoints/r\x1b[2J\x9b/best.ckpt")
+    main, _ = COMMANDS["export"]
+    words = ["--formats", "pt2", "--output_dir", "out"]
+    assert entry.exit_code(main, words) == 0
+    assert exit_code_of_test() == 0
+    shown = capsys.readouterr()
+    assert not {"\x1b", "\x9b"} & {*shown.out, *shown.err}
+    assert "r\\x1b[2J" in shown.out
+
+
 def test_letters_that_no_file_can_hold_are_taken_out_of_a_strangers_names(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
