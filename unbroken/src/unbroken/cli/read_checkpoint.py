@@ -220,8 +220,9 @@ def load(
             load_weights(config.module, contents, path, again=True, own=own)
     of_stranger = None if own else without_states(contents)
     if of_stranger is not None:
-        # Lightning looks for loops, and for the data module's state under this name.
-        for name in ("loops", type(config.datamodule).__qualname__):
+        # Lightning looks for loops, and for the data module's state under its class's name. That
+        # the network is another one was told already.
+        for name in ("loops", "network", type(config.datamodule).__qualname__):
             of_stranger.pop(name, None)
     differing = [printable(line) for line in differences(before, config.resolved)]
     changes = [line for line in differing if line.startswith(("model", "data"))]
