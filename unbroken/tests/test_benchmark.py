@@ -505,6 +505,21 @@ class Vectors(LightningDataModule):
         return DataLoader(TensorDataset(torch.rand(8, 3), torch.rand(8)), 4)
 
 
+def test_a_table_has_the_batch_size_that_is_one_of_the_hparams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def configured(program: Any, command: str, argv: list[str]) -> Any:
+        config = configure(program, command, SMALL)
+        config.datamodule = Vectors()  # type: ignore[assignment]
+        config.datamodule.save_hyperparameters({"batch_size": 4})
+        return config
+
+    monkeypatch.setattr("unbroken.cli.cli.configure", configured)
+    # The size is no longer what is missing.
+    with pytest.raises(UserError, match="Vectors has none for train"):
+        measure_table("numerals", "loaders", read_options("numerals", ["loaders"]))
+
+
 @pytest.mark.parametrize(
     ("table", "said"),
     [

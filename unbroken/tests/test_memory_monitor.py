@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch import Callback
 from torch import nn
 from unbroken.errors import UserError, is_out_of_memory
@@ -30,7 +31,7 @@ from unbroken.monitors.memory import (
     memory_breakdown,
 )
 from unbroken.monitors.memory_snapshot import MemorySnapshot
-from unbroken.monitors.out_of_memory import flags_to_try
+from unbroken.monitors.out_of_memory import batch_size, flags_to_try
 
 from tests.monitored import (
     Linear,
@@ -521,6 +522,15 @@ def test_flags_that_a_module_does_not_have_are_not_named(tmp_path):
         "a smaller network",
         "SGD as the optimizer",
     ]
+
+
+@pytest.mark.parametrize("place", ["attribute", "hparams"])
+def test_the_advice_knows_a_batch_size_that_is_an_attribute_or_one_of_the_hparams(place: str):
+    sizes = AttributeDict(batch_size=64, eval_batch_size=256)
+    data = sizes if place == "attribute" else SimpleNamespace(hparams=sizes)
+    trainer: Any = SimpleNamespace(datamodule=data)
+    assert batch_size(trainer, is_evaluating=False) == ("batch_size", 64)
+    assert batch_size(trainer, is_evaluating=True) == ("eval_batch_size", 256)
 
 
 def test_a_simulated_out_of_memory_error_carries_the_advice_and_goes_on_its_way(tmp_path):

@@ -455,6 +455,10 @@ def test_a_linked_folder_is_left_out_and_said(tmp_path: Path) -> None:
     assert found == [tmp_path / "scans" / "a.png"]
     assert told == [f"{link} is a link to a folder: name it, or {link}/*"]
     assert find_files([str(link)]) == ([link / "b.png"], [])
+    # Somebody else may have named it.
+    link.rename(link.with_name("more\x1b[2J"))
+    _, (line,) = find_files([str(tmp_path / "scans")])
+    assert line.isprintable()
 
 
 def test_the_contact_sheet_has_room_for_its_legend_and_letters_of_many_alphabets(

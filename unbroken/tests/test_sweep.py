@@ -382,6 +382,13 @@ def test_a_hopeless_trial_is_stopped_and_is_told_as_stopped_early(
     assert capsys.readouterr().out.endswith("stopped after 1 epochs\n")
 
 
+@pytest.mark.parametrize("text", ["step,epoch\n1,no number\n", "step,epoch\n1,2,3\n", "\0" * 2**21])
+def test_rows_that_no_trial_has_written_are_none(trial: RunningTrial, text: str) -> None:
+    (trial.folder / "metrics.csv").write_text(text)
+    assert trial.rows() == []
+    assert not trial.watch()
+
+
 def test_no_signal_is_sent_after_the_training(trial: RunningTrial) -> None:
     write_metrics(trial, "9,0,1.5,0.9", "19,1,1.5,0.9", "20,2,,")
     trial.watch()
@@ -680,6 +687,75 @@ def test_another_space_or_other_options_need_another_name(tmp_path: Path) -> Non
     space.write_text(SPACE.replace("0.01", "0.1"))
     with pytest.raises(UserError, match="another search space"):
         sweep.claim(tmp_path / "lr", space, [])
+
+
+def test_options_that_somebody_else_has_begun_a_sweep_with_are_used_only_where_they_are_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    space = tmp_path / "space.yaml"
+    space.write_text(SPACE)
+    theirs = tmp_path / "theirs"
+    words = ["--model", "theirs.evil.Net"]
+    with monkeypatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path / "state-of-another"))
+        patch.setenv("LOCALAPPDATA", str(tmp_path / "state-of-another"))
+        sweep.claim(theirs, space, words)[1].release()
+    for _ in range(2):
+        with pytest.raises(UserError, match="without a seal of yours"):
+            sweep.claim(theirs, space, [])
+    # Without a seal they are those of an older version, or of a machine without a key.
+    record = json.loads((theirs / "sweep.json").read_text())
+    (theirs / "sweep.json").write_text(json.dumps({**record, "seal": None}))
+    with pytest.raises(UserError, match="without a seal of yours"):
+        sweep.claim(theirs, space, [])
+    for typed in (words, []):
+        found, lock = sweep.claim(theirs, space, typed)
+        lock.release()
+        assert found == words
+
+
+@pytest.mark.parametrize("name", ["sweep.png", "journal.log", "trial-000.log", ".lock"])
+def test_a_sweep_writes_through_no_link(name: str, tmp_path: Path) -> None:
+    (tmp_path / "space.yaml").write_text(SPACE)
+    (tmp_path / "precious").write_text("text")
+    sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", [])[1].release()
+    (tmp_path / "lr" / name).unlink(missing_ok=True)
+    (tmp_path / "lr" / name).symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError, match="is a link out of the run's folder"):
+        sweep.claim(tmp_path / "lr", tmp_path / "space.yaml", [])
+    assert (tmp_path / "precious").read_text() == "text"
+
+
+def test_a_trial_gets_no_option_that_the_space_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trials.subprocess, "Popen", FakeProcess)
+    space = Space({"lr": FloatDistribution(0.0, 1.0)}, "val/error", goal="minimize")
+    study = studies.open_study(tmp_path, space, trials=2, seed=0)
+    # As a stranger's journal may have it: a trial that was interrupted, and one that has ended.
+    evil = {"model": CategoricalDistribution(["theirs.evil.Net"])}
+    study.ask({**evil, **space.parameters})
+    ended = study.ask(evil)
+    ended.report(0.1, 0)
+    study.tell(ended, 0.1)
+    study = studies.open_study(tmp_path, space, trials=2, seed=0)
+    running = RunningTrial(studies.next_trial(study, space), space, tmp_path, ["numerals.fit"], {})
+    command = running.process.command  # type: ignore[attr-defined]
+    assert not [word for word in command if "evil" in word]
+    assert [word for word in command if word.startswith("--lr=")]
+    assert "theirs.evil.Net" not in str(results.result_rows(study, space))
+    results.draw(tmp_path / "sweep.png", study, space, "lr")
+    sweep.say_what_is_best("numerals", study, tmp_path, space, [])
+    assert "evil" not in capsys.readouterr().out
+
+
+def test_a_journal_of_another_space_is_told_in_one_line(tmp_path: Path) -> None:
+    study = studies.open_study(tmp_path, Space({}), trials=1, seed=0)
+    study.ask({"lr": CategoricalDistribution(["theirs.evil.Net"])})
+    space = Space({"lr": FloatDistribution(0.0, 1.0)})
+    study = studies.open_study(tmp_path, space, trials=1, seed=0)
+    with pytest.raises(UserError, match="is of another search space"):
+        studies.next_trial(study, space)
 
 
 def test_a_folder_that_is_no_sweep_s_is_left_as_it_is(

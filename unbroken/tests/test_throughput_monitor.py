@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.utilities.data import AttributeDict
 from lightning.pytorch import Callback
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.strategies import FSDPStrategy
@@ -734,6 +735,7 @@ def test_advice_says_what_was_measured():
     )
     tune = " The command tune batch_size finds the fastest batch size."
     assert advice(datamodule=SimpleNamespace(batch_size=64)).endswith(tune)
+    assert advice(datamodule=SimpleNamespace(hparams=AttributeDict(batch_size=64))).endswith(tune)
 
 
 def test_a_bound_loader_is_told_and_given_no_workers_that_may_make_it_slower():

@@ -476,6 +476,36 @@ class PlainData(LightningDataModule):
         return DataLoader(TensorDataset(inputs, inputs[:, :4] * 3), batch_size=self.batch_size)
 
 
+class SavedSize(LightningDataModule):
+    """Its batch size is one of its ``hparams`` alone."""
+
+    def __init__(self, batch_size: int = 20, eval_batch_size: int = 50) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return PlainData(self.hparams["batch_size"]).train_dataloader()
+
+
+class ReadOnlySize(SavedSize):
+    """A property follows its ``hparams``."""
+
+    @property
+    def batch_size(self) -> int:
+        return int(self.hparams["batch_size"])
+
+
+class SizeTwice(SavedSize):
+    """Its loader follows an attribute that was copied from its ``hparams``."""
+
+    def __init__(self, batch_size: int = 20) -> None:
+        super().__init__(batch_size)
+        self.batch_size = batch_size
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return PlainData(self.batch_size).train_dataloader()
+
+
 def plain(module: LightningModule, datamodule: LightningDataModule | None) -> Configuration:
     """A command line that names a user's classes."""
     config = configure(fit, "tune", SMALL)
@@ -555,6 +585,27 @@ def test_a_plain_data_module_is_searched_for_a_batch_size(
     )  # every size leaves less than 50 steps: the present one
 
 
+@pytest.mark.parametrize("kind", [SavedSize, ReadOnlySize, SizeTwice])
+def test_a_batch_size_among_the_hparams_is_found_and_followed(
+    kind: type[LightningDataModule], workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[int] = set()
+
+    class Watching(PlainModule):
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            seen.add(len(batch[0]))
+            return super().training_step(batch, batch_idx)
+
+    config = plain(Watching(), kind())
+    monkeypatch.setattr("unbroken.cli.cli.configure", lambda *_: config)
+    words = ["batch_size", "--output", "sizes.json", "--max_batch_size", "40"]
+    assert entry.exit_code(partial(tune.main, "numerals"), words) == 0
+    facts = json.loads(Path("sizes.json").read_text())
+    assert [row["batch_size"] for row in facts["sizes"]] == [16, 20, 32, 40]
+    # 200 samples end with 8 where a batch has 16 or 32 of them and the training lasts that long.
+    assert seen - {8} == {16, 20, 32, 40}
+
+
 def test_what_cannot_be_tuned_is_refused_before_any_work(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -571,13 +622,13 @@ def test_what_cannot_be_tuned_is_refused_before_any_work(
             PlainModule(),
             Fixed(),
             "batch_size",
-            "needs a data module whose loader follows an attribute batch_size",
+            "needs a data module whose loader follows its attribute batch_size or hparams",
         ),
         (
             PlainModule(),
             None,
             "batch_size",
-            "needs a data module whose loader follows an attribute batch_size",
+            "needs a data module whose loader follows its attribute batch_size or hparams",
         ),
     ):
         config = plain(module, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import json
 import os
 import pickle
 import re
@@ -30,9 +31,11 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import LightningModule
+from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
 from numerals.model import MNISTClassifier
 from torch import nn
+from torch.utils.data import DataLoader
 from unbroken.cli import start as entry
 from unbroken.cli.moved_names import with_names_of_now
 from unbroken.cli.plain_values import dump_yaml
@@ -238,6 +241,7 @@ REFUSED: dict[str, Callable[[dict[str, Any]], None]] = {
     ),
     "a short name": model("network", "Planted"),
     "a short name in a list": data("transforms", ["Planted"]),
+    "a short name that is added to a list": data("transforms+", ["Planted"]),
     "planted in a folder with a hyphen": lambda contents: contents["run"]["config"].update(
         model=spec(
             "unbroken.tasks.SupervisedModule",
@@ -1147,6 +1151,68 @@ def test_what_is_judged_is_what_a_command_uses(
     assert swaps.reads == 1
 
 
+class MakesItsHeadInSetup(LightningModule):
+    """As Lightning's documentation has it: each call of setup makes the layer anew."""
+
+    def setup(self, stage: str) -> None:
+        self.head = nn.Linear(784, 10)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        images, labels = batch
+        return nn.functional.cross_entropy(self.head(images.float().flatten(1) / 255), labels)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self.log("val/loss", self.loss(batch))
+
+    def test_step(self, batch: Any) -> None:
+        self.log("test/loss", self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_layers_that_setup_makes_anew_get_a_strangers_weights(
+    request: pytest.FixtureRequest,
+) -> None:
+    data = ["--data", "numerals.data.MNISTDataModule"]
+    words = ["--model", f"{__name__}.MakesItsHeadInSetup", *data, *FEW]
+    best = ["--monitor", "val/loss", "--mode", "min"]
+    assert fit.main([*words, *SHORT, *best, "--run_name", "late"]) == 0
+    tested = ["--ckpt_path", "checkpoints/late/best.ckpt", *words]
+    assert exit_code_of_test(*tested, "--output", "own.json") == 0
+    request.getfixturevalue("on_another_machine")
+    assert exit_code_of_test(*tested, "--output", "theirs.json") == 0
+    assert Path("theirs.json").read_text() == Path("own.json").read_text()
+
+
+def test_a_strangers_file_is_read_once_to_predict_what_the_data_give(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(
+        MNISTDataModule,
+        "predict_dataloader",
+        lambda self: DataLoader(torch.zeros(4, 1, 28, 28), batch_size=2),
+    )
+    monkeypatch.setattr(MNISTDataModule, "on_after_batch_transfer", lambda self, batch, _: batch)
+    monkeypatch.setattr(MNISTDataModule, "load_state_dict", lambda self, state: given.append(state))
+    contents = checkpoint(trained)
+    contents["run"]["seal"] = None
+    contents["MNISTDataModule"] = {"root": "/precious"}
+    Path(THEIRS).parent.mkdir(parents=True)
+    torch.save(contents, THEIRS)
+    swaps = Swaps(trained, 1, monkeypatch)
+    main, _ = COMMANDS["predict"]
+    capsys.readouterr()
+    assert entry.exit_code(main, ["--ckpt_path", THEIRS, "--output", "x.json"]) == 0
+    assert swaps.reads == 1
+    assert not given
+    assert len(json.loads(Path("x.json").read_text())) == 4
+
+
 def test_a_changed_entry_makes_a_file_a_strangers(trained: Path) -> None:
     assert is_own(read(trained))
     changes: list[Callable[[dict[str, Any]], Any]] = [
@@ -1498,6 +1564,30 @@ def test_nothing_is_written_through_a_link_in_a_runs_folder(
     assert target.read_text() == "text"
 
 
+def test_a_run_that_starts_afresh_in_a_strangers_folder_reads_none_of_his_rows(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forge(trained, "")
+    theirs = Path(THEIRS).parent
+    Path(THEIRS).unlink()
+    rows = "step,epoch,x\n" + "1,0,2\n" * 10
+    # Rows without end take no more room than these.
+    (theirs / "metrics.csv").write_text(f"{rows}no row\n")
+    words = [*FEW, *MLP, *SHORT, "--run_name", "theirs", "--ckpt_path", "auto"]
+    assert entry.exit_code(fit.main, words) == 0, capsys.readouterr().err
+    assert "x" not in (theirs / "metrics.csv").read_text().splitlines()[0].split(",")
+
+
+@pytest.mark.parametrize("name", ["../../x", "a\x1b[2Jb", "a\nerror: b", "", "x" * 65])
+def test_a_runs_id_is_a_name_and_nothing_else(name: str, trained: Path, capsys: Any) -> None:
+    forge(trained, "")
+    Path(THEIRS).unlink()
+    (Path(THEIRS).parent / "run-id.txt").write_text(f"{name}\n")
+    assert "theirs is no run's folder" in error_of(
+        capsys, fit.main, "--run_name", "theirs", "--ckpt_path", "auto"
+    )
+
+
 def test_control_characters_reach_no_terminal(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1508,6 +1598,42 @@ def test_control_characters_reach_no_terminal(
     line = error_of(capsys, COMMANDS["test"][0], "--ckpt_path", THEIRS)
     assert not set(evil) & set("\x1b\x07\x9b\u202e") & set(line)
     assert without_control_characters("a\tb\nc é 数") == "a\tb\nc é 数"
+
+
+def test_the_name_of_a_strangers_folder_moves_no_cursor(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # It is the newest run, which commands take where no checkpoint is named.
+    forge(trained, "", "checkpoints/r\x1b[2J\x9b/best.ckpt")
+    main, _ = COMMANDS["export"]
+    words = ["--formats", "pt2", "--output_dir", "out"]
+    assert entry.exit_code(main, words) == 0
+    assert exit_code_of_test() == 0
+    shown = capsys.readouterr()
+    assert not {"\x1b", "\x9b"} & {*shown.out, *shown.err}
+    assert "r\\x1b[2J" in shown.out
+
+
+def test_letters_that_no_file_can_hold_are_taken_out_of_a_strangers_names(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The half of a pair of UTF-16. A pickle holds it, and nothing that is written in UTF-8.
+    half = "r\ud800\x1b"
+    contents = checkpoint(trained)
+    contents["run"] |= {
+        "run_name": half,
+        "data_source": half,
+        "metrics": OrderedDict({f"val/{half}": 1.0}),
+        "versions": OrderedDict(torch=(half,)),
+    }
+    Path(THEIRS).parent.mkdir(parents=True)
+    torch.save(contents, THEIRS)
+    found = record(read(Path(THEIRS)), Path(THEIRS))
+    assert (found["run_name"], found["metrics"]) == ("r??", {"val/r??": 1.0})
+    assert found["versions"] == {"torch": ("r??",)}
+    main, words = COMMANDS["export"]
+    assert entry.exit_code(main, words) == 0, capsys.readouterr().err
+    assert Path("out/model.safetensors").is_file()
 
 
 def test_a_name_in_a_line_makes_no_line_of_its_own() -> None:

@@ -241,14 +241,16 @@ class HoldsDataOnDevice(Protocol, metaclass=AsksByName):
 
 @runtime_checkable
 class HasBatchSize(Protocol, metaclass=AsksByName):
-    """A data module whose loaders follow this number: ``tune`` and ``benchmark`` set it."""
+    """A data module whose loaders follow this number, or one whose ``hparams`` have it: ``tune``
+    and ``benchmark`` set it.
+    """
 
     batch_size: int
 
 
 @runtime_checkable
 class HasEvalBatchSize(Protocol, metaclass=AsksByName):
-    """A data module with another batch size for validation and test."""
+    """A data module, or its ``hparams``, with another batch size for validation and test."""
 
     eval_batch_size: int
 

@@ -5,8 +5,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-# What moves a cursor, clears a screen or turns the reading direction; not tab and line feed
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+# What moves a cursor, clears a screen or turns the reading direction; not tab and line feed. And
+# the halves of pairs of UTF-16, which no file and no terminal in UTF-8 can hold.
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 # What devices, the CPU, cuBLAS and cuDNN (in three ways) say.
@@ -56,17 +59,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def without_control_characters(value: Any) -> Any:
     """A value whose texts cannot move a terminal's cursor, clear its screen or turn the reading
-    direction.
+    direction, and can be written into any file. Mappings of any kind become dictionaries.
     """
     if isinstance(value, str):
         return CONTROL.sub("?", value)
-    if type(value) is dict:
+    if isinstance(value, dict):
         return {
             without_control_characters(key): without_control_characters(item)
             for key, item in value.items()
         }
-    if type(value) is list:
-        return [without_control_characters(item) for item in value]
+    if type(value) in (list, tuple):
+        return type(value)(without_control_characters(item) for item in value)
     return value
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 from unbroken.errors import UserError, nearest, require
+from unbroken.mirror.manifest import RUN_ID as IS_RUN_ID
 from unbroken.mirror.mirror import OWNER_FILE, Mirror
 from unbroken.mirror.store import is_address
 from unbroken.mirror.visiting import fetch_checkpoint
@@ -27,7 +28,7 @@ from unbroken.storage.files import write_atomically
 from unbroken.storage.reading import UNREADABLE, read_json, read_text
 from unbroken.storage.seals import fingerprint, is_own
 from unbroken.storage.usable import newest_whole
-from unbroken.trust.places import is_inside
+from unbroken.trust.links import refuse_links_that_leave, refuse_pipes
 
 ROOT = Path("checkpoints")
 # Stands in config.yaml for the folder of whichever run it is that the file is used for
@@ -37,7 +38,6 @@ RUN_ID = "run-id.txt"
 LOCK = ".lock"
 # A script's run that has ended, which has no summary.json, has this empty file.
 ENDED = ".ended"
-WANDB_LOG = "debug-core.log"
 # Written when a run starts to train, also when it goes on. Its time tells which run is the newest.
 CONFIG = "config.yaml"
 # What systems answer where a file system has no locks, such as some network drives
@@ -171,11 +171,12 @@ class RunFolder:
 
 
 def read_run_id(folder: Path) -> str:
-    """The id that a run's folder holds, or an empty text."""
+    """The id that a run's folder holds; an empty text where it holds none that a run writes."""
     try:
-        return read_text(folder / RUN_ID).strip()
+        found = read_text(folder / RUN_ID).strip()
     except UNREADABLE:
         return ""
+    return found if IS_RUN_ID.fullmatch(found) else ""
 
 
 def last_owner(folder: Path) -> str | None:
@@ -187,35 +188,6 @@ def last_owner(folder: Path) -> str | None:
     except (*UNREADABLE, NotImplementedError):
         # It goes on, or there is none. A Timeout is an OSError.
         return None
-
-
-def refuse_links_that_leave(folder: Path) -> None:
-    """A UserError if a link in a run's folder leads out of it: the run would write there.
-
-    W&B makes links of its own to its log in the user's cache. A run writes through none of them.
-    """
-    inside = folder.resolve()
-    for place, folders, files in os.walk(folder):
-        for name in (*folders, *files):
-            path = Path(place, name)
-            is_wandbs_log = path.name == WANDB_LOG and path.parent.name == "logs"
-            leaves = path.is_symlink() and not is_inside(path, inside)
-            if leaves and not is_wandbs_log:
-                raise UserError(
-                    f"{path} is a link out of the run's folder, and a run writes only into its"
-                    " folder. Remove the link."
-                )
-
-
-def refuse_pipes(folder: Path) -> None:
-    """A UserError if a named pipe is in a run's folder: a run that opens it waits for ever."""
-    for place, _, files in os.walk(folder):
-        for name in files:
-            path = Path(place, name)
-            if path.is_fifo():
-                raise UserError(
-                    f"{path} is a named pipe, and a run reads and writes files. Remove it."
-                )
 
 
 def refuse_files_of_others(folder: Path) -> None:

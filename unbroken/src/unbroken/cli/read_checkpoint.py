@@ -22,6 +22,7 @@ from unbroken.cli.cli import Configuration, configure, differences
 from unbroken.cli.defaults import CLASS_PATH
 from unbroken.cli.moved_names import section_of_now, with_names_of_now
 from unbroken.cli.program import Program
+from unbroken.cli.trainer_flags import reading_only
 from unbroken.cli.typed import CommandLine
 from unbroken.errors import UserError, printable
 from unbroken.mirror.mirror import Mirror
@@ -29,7 +30,7 @@ from unbroken.run_folder import ROOT, RunFolder, choose, find_checkpoint
 from unbroken.stopping.ranks import decided_by_rank_zero, say
 from unbroken.storage.checkpoint_files import read, record
 from unbroken.storage.contents import CHOSEN
-from unbroken.storage.seals import fingerprint, refuse_other_contents
+from unbroken.storage.seals import fingerprint, refuse_other_contents, without_states
 from unbroken.storage.weights import load_weights, misfits_as_errors, refuse_other_kinds_of_numbers
 from unbroken.trust.imports import imports_asked_of
 from unbroken.trust.sizes import bounded_by
@@ -140,6 +141,16 @@ class Loaded:
     changes: list[str] = field(default_factory=list)
     # Of the user's own contents, see :func:`unbroken.storage.seals.fingerprint`
     fingerprint: str = ""
+    # What is used of a stranger's. None: the file is the user's own.
+    of_stranger: dict[str, Any] | None = None
+
+    def as_judged(self, trainer: Trainer) -> contextlib.AbstractContextManager[None]:
+        """Inside, a Trainer of :func:`unbroken.cli.trainer_flags.trainer_flags` that restores the
+        checkpoint gets what was judged. It calls setup again, which may make layers anew.
+        """
+        if self.of_stranger is None:
+            return reading_only(trainer, self.fingerprint)
+        return reading_only(trainer, None, contents=self.of_stranger)
 
     @property
     def class_names(self) -> list[str]:
@@ -207,6 +218,12 @@ def load(
         if not fits and not again:
             set_up(config)
             load_weights(config.module, contents, path, again=True, own=own)
+    of_stranger = None if own else without_states(contents)
+    if of_stranger is not None:
+        # Lightning looks for loops, and for the data module's state under its class's name. That
+        # the network is another one was told already.
+        for name in ("loops", "network", type(config.datamodule).__qualname__):
+            of_stranger.pop(name, None)
     differing = [printable(line) for line in differences(before, config.resolved)]
     changes = [line for line in differing if line.startswith(("model", "data"))]
     return Loaded(
@@ -218,6 +235,7 @@ def load(
         is_own=own,
         changes=changes,
         fingerprint=judged,
+        of_stranger=of_stranger,
     )
 
 

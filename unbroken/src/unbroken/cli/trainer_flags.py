@@ -42,7 +42,10 @@ THREADS_PER_CORE = 4  # more threads than that would wait for each other in ever
 
 @contextmanager
 def reading_only(
-    trainer: Trainer, fingerprint: str | None, with_states: bool = True
+    trainer: Trainer,
+    fingerprint: str | None,
+    with_states: bool = True,
+    contents: dict[str, Any] | None = None,
 ) -> Iterator[None]:
     """Inside, the first checkpoint that a Trainer reads must have the contents of this fingerprint:
     what was judged is what is used. None: any may be read.
@@ -51,18 +54,21 @@ def reading_only(
         trainer: Of :func:`trainer_flags`.
         fingerprint: See :func:`unbroken.storage.seals.fingerprint`.
         with_states: Whether more than the weights is used, because the file is the user's.
+        contents: What the Trainer gets in the place of the file's, which is not read again.
     """
     io = trainer.strategy.checkpoint_io
     # trainer_flags has put it there.
     assert isinstance(io, AtomicCheckpointIO)
     io.reads_next = fingerprint
     io.reads_no_states = not with_states
+    io.gives = contents
     try:
         yield
     finally:
         # Where other processes have trained, this one has read nothing.
         io.reads_next = None
         io.reads_no_states = False
+        io.gives = None
 
 
 def trainer_flags(config: Configuration) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from unbroken import ExactCheckpoint, contract, tables
 from unbroken.cli.cli import configure
 from unbroken.cli.read_checkpoint import Loaded, load
 from unbroken.cli.refusals import refusals_as_errors
-from unbroken.cli.trainer_flags import build_trainer, reading_only, trainer_flags
+from unbroken.cli.trainer_flags import build_trainer, trainer_flags
 from unbroken.cli.typed import CommandLine
 from unbroken.commands.program_of import program_of
 from unbroken.errors import UserError
@@ -46,15 +46,9 @@ def main(package: str, argv: list[str]) -> int:
         say(f"testing {shown} with {', '.join(loaded.changes)}")
     trainer = build(loaded)
     # In float32, like the test at the end of fit. --precision still chooses what autocast does.
-    judged = loaded.fingerprint if loaded.is_own else None
-    with refusals_as_errors(path), float32_products(), reading_only(trainer, judged):
+    with refusals_as_errors(path), float32_products(), loaded.as_judged(trainer):
         found = trainer.test(
-            loaded.module,
-            loaded.datamodule,
-            # Lightning also restores what callbacks keep. A stranger's is not used.
-            ckpt_path=path if loaded.is_own else None,
-            weights_only=True,
-            verbose=False,
+            loaded.module, loaded.datamodule, ckpt_path=path, weights_only=True, verbose=False
         )
     data = loaded.datamodule
     facts: dict[str, Any] = {

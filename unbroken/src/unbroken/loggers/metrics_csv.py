@@ -37,14 +37,16 @@ class MetricsCSV(Logger):
 
     Args:
         path: The file.
+        goes_on: Whether rows of it may stay. A run that starts afresh reads none of those that it
+            finds: the folder may be somebody else's.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, goes_on: bool = True) -> None:
         super().__init__()
         self.path = path
         # Loggers that are told which rows stay when a run starts or is resumed.
         self.followers: Sequence[FollowsRows] = ()
-        rows = read_metrics(path)
+        rows = read_metrics(path) if goes_on else []
         self._columns = columns_of([FIRST, *rows])
         self._count = len(rows)  # rows, with the one of this step
         self._step: int | None = None  # what is logged to; None before the first
@@ -149,7 +151,7 @@ class MetricsCSV(Logger):
         """Go on after the first ``count`` rows, the last of which may still grow: a resumed run
         repeats the others.
         """
-        rows = read_metrics(self.path)[:count]
+        rows = read_metrics(self.path)[:count] if count else []
         self._columns = columns_of([FIRST, *rows])
         self._count = len(rows)
         self._step = rows[-1]["step"] if rows else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lightning.pytorch import Trainer
-from unbroken import contract
+from unbroken.loading.batch_size import batch_size_of, eval_batch_size_of
 from unbroken.machine.hardware import GIB
 
 HEADLINE = "Out of memory"
@@ -42,10 +42,8 @@ def batch_size(trainer: Trainer, is_evaluating: bool) -> tuple[str, int | None]:
     """
     datamodule = trainer.datamodule  # type: ignore[attr-defined]
     if is_evaluating:
-        has_size = isinstance(datamodule, contract.HasEvalBatchSize)
-        return "eval_batch_size", datamodule.eval_batch_size if has_size else None
-    has_size = isinstance(datamodule, contract.HasBatchSize)
-    return "batch_size", datamodule.batch_size if has_size else None
+        return "eval_batch_size", eval_batch_size_of(datamodule)
+    return "batch_size", batch_size_of(datamodule)
 
 
 def readable(gib: float) -> str:

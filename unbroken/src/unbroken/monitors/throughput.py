@@ -17,6 +17,7 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from unbroken import contract
+from unbroken.loading.batch_size import batch_size_of
 from unbroken.loading.log_steps import is_log_step, is_optimizer_step, log_values, synchronize
 from unbroken.monitors.flops import mfu_per_sample_per_sec
 from unbroken.monitors.monitor import Monitor, never_ends_the_run
@@ -125,7 +126,7 @@ class ThroughputMonitor(Monitor):
             # There is no flag to try: more workers would make quick data slower.
             return f"loader-bound: {measured}"
         datamodule = trainer.datamodule  # type: ignore[attr-defined]
-        if isinstance(datamodule, contract.HasBatchSize):
+        if batch_size_of(datamodule) is not None:
             measured += " The command tune batch_size finds the fastest batch size."
         return measured
 

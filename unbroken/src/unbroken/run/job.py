@@ -55,7 +55,8 @@ class Run:
         self.config = config
         self.options = config.options
         self.folder: Path = run_folder.folder
-        self.metrics_csv = MetricsCSV(self.folder / "metrics.csv")
+        goes_on = run_folder.checkpoint is not None
+        self.metrics_csv = MetricsCSV(self.folder / "metrics.csv", goes_on)
         self.flags = trainer_flags(config)
         self._run_folder = run_folder
 

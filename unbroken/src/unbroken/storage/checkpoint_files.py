@@ -10,7 +10,16 @@ import torch
 from lightning.fabric.plugins import TorchCheckpointIO
 from unbroken.errors import UserError, printable, without_control_characters
 from unbroken.stopping.ranks import say
-from unbroken.storage.contents import CHOSEN, LEFT_OUT, RESTORED, RUN_KEY, VALUES, leaves, record_in
+from unbroken.storage.contents import (
+    CHOSEN,
+    LEFT_OUT,
+    RESTORED,
+    RUN_KEY,
+    VALUES,
+    leaves,
+    record_in,
+    with_own_containers,
+)
 from unbroken.storage.files import WholeWrites, not_written, written_atomically
 from unbroken.storage.savable import NotPlain, made_plain, make_hyperparameters_plain
 from unbroken.storage.seals import (
@@ -39,6 +48,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.reads_next: str | None = None
         # Whether what is read is used as a stranger's.
         self.reads_no_states = False
+        # What was read before, and is given in the place of what lies on the disk now.
+        self.gives: dict[str, Any] | None = None
         self._is_proved = False
         self._has_told_left_out = False
 
@@ -111,6 +122,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         Raises:
             UserError: The file cannot be read, or has other contents than ``reads_next`` says.
         """
+        if self.gives is not None:
+            return dict(with_own_containers(self.gives))
         mapped = read(Path(path))
         # The run saves to the same path later, and may read it again.
         expected, self.reads_next = self.reads_next, None

@@ -269,7 +269,8 @@ class Stranger:
         """The entries of a mapping, less those that are typed, and those that are places."""
         kept: dict[str, Any] = {}
         for key, value in values.items():
-            if type(key) is not str or "." in key or key.startswith("__"):
+            # To the parser "transforms+" adds to a list, which is then no value of the file's.
+            if type(key) is not str or "." in key or key.startswith("__") or key.endswith("+"):
                 self._refuse(place, "has a key that is no name")
             self._refuse_text(place, key)
             full = f"{place}.{key}"

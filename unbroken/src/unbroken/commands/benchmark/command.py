@@ -171,20 +171,19 @@ def check_at_least(least: int, option: str, values: Iterable[int]) -> None:
 
 def measure_table(package: str, name: str, options: Namespace) -> list[Row]:
     """The rows of one table. Typed flags of ``fit`` win over the table's preset."""
-    from unbroken import contract
     from unbroken.cli.cli import configure
     from unbroken.commands.program_of import program_of
+    from unbroken.loading.batch_size import batch_size_of
 
     program = program_of(package)
     flags = [*presets_of(name, program.defaults_file.parent, options), *options.fit_flags]
     config = configure(program, "benchmark", flags)
-    data = config.datamodule
-    if not isinstance(data, contract.HasBatchSize) or not data.batch_size:
-        raise UserError(
-            f"--data: the table {name} needs a batch_size, {type(data).__name__} has none."
-        )
+    size = batch_size_of(config.datamodule)
+    if not size:
+        data = type(config.datamodule).__name__
+        raise UserError(f"--data: the table {name} needs a batch_size, {data} has none.")
     n = min(options.n, N_QUICK) if options.quick else options.n
-    changed = {"n": n, "fit_flags": flags, "batch_size": data.batch_size}
+    changed = {"n": n, "fit_flags": flags, "batch_size": size}
     return list(rows_of(name, config, Namespace(**vars(options) | changed)))
 
 

@@ -18,6 +18,7 @@ from unbroken import contract
 from unbroken.cli.cli import Configuration
 from unbroken.commands.benchmark.real_runs import Epoch, wanted_devices
 from unbroken.errors import UserError
+from unbroken.loading.batch_size import batch_size_of, eval_batch_size_of
 from unbroken.loading.log_steps import synchronize
 
 # The loops that the table ``overhead`` compares. The first two are written by hand, here.
@@ -113,10 +114,9 @@ class FloorLoop:
         self.memory_format = memory_format_of(config.module)
         self.network = network
         self.adam = optim.Adam(network.parameters(), lr=LEARNING_RATE, fused=True)
-        self.size = min(data.batch_size, len(self.labels))
-        self.eval_size = data.batch_size
-        if isinstance(data, contract.HasEvalBatchSize):
-            self.eval_size = data.eval_batch_size
+        batch_size = batch_size_of(data) or len(self.labels)
+        self.size = min(batch_size, len(self.labels))
+        self.eval_size = eval_batch_size_of(data) or batch_size
         dtype = HALF.get(str(config.trainer["precision"]))
         self.autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
 
@@ -177,7 +177,7 @@ class PlainLoop:
         self.network = network
         self.adam = optim.Adam(network.parameters(), lr=LEARNING_RATE)
         samples = PerSampleImages(data, in_memory(config, "train"))
-        self.loader: DataLoader[Any] = DataLoader(samples, data.batch_size, shuffle=True)
+        self.loader: DataLoader[Any] = DataLoader(samples, batch_size_of(data), shuffle=True)
 
     def epoch(self) -> Epoch:
         """Train once; there is no validation."""

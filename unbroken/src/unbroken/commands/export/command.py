@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from unbroken.cli.parser import CommandParser, add_checkpoint
 from unbroken.cli.start import quick_imports
-from unbroken.errors import UserError, nearest, require
+from unbroken.errors import UserError, nearest, printable, require
 from unbroken.tables import Row, check_output, format_table, refuse_file_of_others, write_rows
 
 if TYPE_CHECKING:
@@ -249,9 +249,8 @@ def export_all(loaded: Loaded, folder: Path, formats: Sequence[str], table: Path
         ) from error
     make_folder(folder)
     count = len(samples.inputs[0])
-    print(
-        f"{loaded.path}: comparing the exports on {count:,} samples ({samples.source})", flush=True
-    )
+    path = printable(str(loaded.path))
+    print(f"{path}: comparing the exports on {count:,} samples ({samples.source})", flush=True)
     for output in samples.outputs:
         if output.key in samples.names:
             print(f"the output {output.key} is called {output.name}: an input has its name")

@@ -76,7 +76,8 @@ def linked_folders_below(folder: Path) -> list[str]:
     for path in sorted(folder.rglob("*")) if folder.is_dir() else []:
         is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if path.is_symlink() and path.is_dir() and not is_hidden:
-            told.append(f"{printable(str(path))} is a link to a folder: name it, or {path}/*")
+            shown = printable(str(path))
+            told.append(f"{shown} is a link to a folder: name it, or {shown}/*")
     return told
 
 

@@ -43,7 +43,7 @@ def predict_loaders(loaded: Loaded) -> list[Row]:
     flags["devices"] = 1
     flags["precision"] = loaded.precision(flags["precision"])
     trainer = build_trainer(flags)
-    with refusals_as_errors(loaded.path):
+    with refusals_as_errors(loaded.path), loaded.as_judged(trainer):
         # The weights once more: layers may be made in setup, which the Trainer calls again.
         found: Any = trainer.predict(module, data, ckpt_path=loaded.path, weights_only=True)
     answers_by_loader = [found or []]

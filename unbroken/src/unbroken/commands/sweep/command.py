@@ -17,6 +17,7 @@ import shutil
 import time
 from argparse import Namespace
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from unbroken.cli.start import quick_imports
 from unbroken.errors import UserError, require
 from unbroken.storage.files import write_atomically
 from unbroken.tables import format_table, write_rows
+from unbroken.trust import keys
+from unbroken.trust.links import refuse_links_that_leave, refuse_pipes
 
 try:
     import optuna
@@ -147,6 +150,8 @@ def claim(
     got = f"{folder}, which holds something else"
     require(is_free, "--name", "be new, or a sweep's", got, " Choose another name.")
     folder.mkdir(parents=True, exist_ok=True)
+    refuse_links_that_leave(folder)
+    refuse_pipes(folder)
     lock = filelock.FileLock(folder / ".lock")
     try:
         lock.acquire(blocking=False)
@@ -166,23 +171,41 @@ def claim(
 def same_as_begun(record: Path, now: dict[str, Any]) -> list[str]:
     """Write down with what a sweep begins, or compare it with what is written there.
 
+    Options of ``fit`` can run anything. So those that are written there are used if this user's key
+    says that he has typed them, or if he types them again.
+
     Returns the arguments for ``fit``. A UserError where a sweep was begun with something else.
     """
+    sealed = {**now, "seal": keys.seal(text_of(now["fit"]))}
     if not record.exists():
-        write_atomically(json.dumps(now, indent=2), record)
+        write_atomically(json.dumps(sealed, indent=2), record)
     name = f"--name {record.parent.name}"
     try:
         begun = json.loads(record.read_text(encoding="utf-8"))
         space = begun["space"]
         fit_arguments = [str(word) for word in begun["fit"]]
-    except (ValueError, TypeError, KeyError):
+        is_own = keys.is_sealed(partial(text_of, fit_arguments), begun.get("seal"))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise UserError(f"{name}: {record} is damaged. Choose another name.") from None
     if space != now["space"]:
         raise UserError(f"{name} was begun with another search space. Choose another name.")
     if now["fit"] and now["fit"] != fit_arguments:
         advice = "Remove these options to go on with it, or choose another name."
         raise UserError(f"{name} was begun with `{shlex.join(fit_arguments)}`. {advice}")
+    if now["fit"] != fit_arguments and not is_own:
+        raise UserError(
+            f"{name} was begun with `{shlex.join(fit_arguments)}`, without a seal of yours: options"
+            " of somebody else can run anything. If you trust them, type them to go on with it."
+        )
+    if not is_own:
+        # Now he has typed them.
+        write_atomically(json.dumps(sealed, indent=2), record)
     return fit_arguments
+
+
+def text_of(fit_arguments: list[str]) -> list[str]:
+    """What is sealed of a sweep."""
+    return [f"a sweep with {json.dumps(fit_arguments)}"]
 
 
 def has_trained(folder: Path) -> bool:
@@ -265,7 +288,7 @@ def say_what_is_best(
         raise UserError(f"no trial finished; see {folder}/*.log.")
     best = study.best_trial
     flags: list[str] = []
-    for name, value in best.params.items():
+    for name, value in space.values_in(best.params).items():
         flags += [f"--{name}", as_typed(value)]
     chosen = shlex.quote(f"{folder}/{TRIAL.format(best.number)}/best.ckpt")
     print(f"\npicture: {folder}/sweep.png")

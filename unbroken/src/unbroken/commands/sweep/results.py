@@ -38,7 +38,7 @@ def result_rows(study: optuna.Study, space: Space) -> list[dict[str, Any]]:
         if best is None:
             continue
         row: dict[str, Any] = {"trial": trial.number, space.metric: best}
-        row |= trial.params
+        row |= space.values_in(trial.params)
         row["epochs"] = len(trial.intermediate_values)
         row |= trial.user_attrs
         row["state"] = STATES[trial.state]
@@ -67,9 +67,10 @@ def draw(path: Path, study: optuna.Study, space: Space, title: str) -> None:
         kind = kind_of(trial, study)
         style = {"color": COLOURS[kind], "zorder": 2 + list(COLOURS).index(kind)}
         draw_curve(curves, trial, style)
-        for name, axes in over_parameters.items():
-            place = varied[name].to_internal_repr(trial.params[name])
-            axes.scatter(place, best, s=28, clip_on=False, **style)
+        for name, value in space.values_in(trial.params).items():
+            if name in varied:
+                place = varied[name].to_internal_repr(value)
+                over_parameters[name].scatter(place, best, s=28, clip_on=False, **style)
     for name, axes in over_parameters.items():
         label_axis(axes, name, varied[name])
     for kind in reversed(COLOURS):

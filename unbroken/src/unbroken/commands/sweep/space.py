@@ -68,6 +68,12 @@ class Space:
             return None
         return max(finite) if self.goal == "maximize" else min(finite)
 
+    def values_in(self, params: Mapping[str, Any]) -> dict[str, Any]:
+        """What a trial has drawn of this space. The file of a sweep's results may name more, such
+        as a class, and each value becomes an option of ``fit``.
+        """
+        return {name: params[name] for name in self.parameters if name in params}
+
     def first_setting(self) -> dict[str, Any]:
         """A setting of the space, with the first value of each parameter."""
         setting = {}

@@ -101,7 +101,13 @@ def next_trial(study: optuna.Study, space: Space) -> Trial:
     if space.method == "grid" and not waits(study):
         # Optuna's GridSampler shuffles, gives running settings twice, and ends a study by itself.
         study.enqueue_trial(space.grid_setting(len(study.trials)))
-    return study.ask(space.parameters)
+    try:
+        return study.ask(space.parameters)
+    except ValueError as error:
+        # What a trial has drawn already is of another kind than in the space.
+        raise UserError(
+            f"the sweep's journal.log is of another search space ({error}). Choose another --name."
+        ) from None
 
 
 def waits(study: optuna.Study) -> bool:

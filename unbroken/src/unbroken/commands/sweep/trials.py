@@ -12,10 +12,10 @@ import optuna
 from optuna.trial import Trial, TrialState
 from unbroken.commands.sweep.space import Space, as_typed
 from unbroken.commands.sweep.study import has_next_trial, next_trial
-from unbroken.errors import UserError
+from unbroken.errors import UserError, printable
 from unbroken.machine import threads
 from unbroken.stopping.signals import end_with_parent
-from unbroken.storage.reading import read_json, read_text, yaml_in
+from unbroken.storage.reading import UNREADABLE, read_json, read_text, yaml_in
 from unbroken.tables import format_cell, read_rows
 
 # The name of a run, by its number.
@@ -50,12 +50,13 @@ class RunningTrial:
         # The epochs that Optuna knows. A trial that goes on has some.
         self.reported = set(trial.study.trials[trial.number].intermediate_values)
         self.pruned = False
+        self.values = space.values_in(trial.params)
         self.process = self._start(folder, fit, env)
 
     def _start(self, folder: Path, fit: list[str], env: dict[str, str]) -> subprocess.Popen[bytes]:
         words = [sys.executable, "-m", fit[0], NO_TEST, *fit[1:]]
         # This is how W&B writes ${args}.
-        words += [f"--{name}={as_typed(value)}" for name, value in self.trial.params.items()]
+        words += [f"--{name}={as_typed(value)}" for name, value in self.values.items()]
         words += ["--monitor", self.space.metric, "--mode", self.space.goal[:3]]
         words += ["--default_root_dir", str(folder), "--run_name", self.name, "--ckpt_path", "auto"]
         # Only Linux can end a child with its parent. Elsewhere the trials of a sweep that was
@@ -101,8 +102,14 @@ class RunningTrial:
         self.process.terminate()
 
     def rows(self) -> list[dict[str, float]]:
-        """The rows of metrics.csv that belong to an epoch."""
-        return [row for row in read_rows(self.folder / "metrics.csv") if "epoch" in row]
+        """The rows of metrics.csv that belong to an epoch. What somebody else has left there counts
+        as none, until ``fit`` replaces it.
+        """
+        try:
+            rows = list(read_rows(self.folder / "metrics.csv", is_bounded=True))
+        except UNREADABLE:
+            return []
+        return [row for row in rows if "epoch" in row]
 
     def scores(self, rows: list[dict[str, float]]) -> dict[int, float]:
         """The last value of the metric in each epoch that has one, by the epoch's number."""
@@ -146,7 +153,7 @@ class RunningTrial:
             end = "done"
         elif state == TrialState.PRUNED:
             end = f"stopped after {len(self.reported)} epochs"
-        values = [f"{name} {format_cell(value)}" for name, value in self.trial.params.items()]
+        values = [f"{name} {format_cell(value)}" for name, value in self.values.items()]
         shown = "  ".join(values)
         print(f"{self.name}  {self.space.metric} {format_cell(score)}  {shown}  {end}", flush=True)
 
@@ -170,21 +177,21 @@ class RunningTrial:
         with contextlib.suppress(OSError, ValueError, KeyError):
             summary = read_json(self.folder / "summary.json")
             return float(summary["fit_seconds"])
-        import torch
+        from unbroken.trust.torch_file import read_file
 
         # The trial may have saved nothing, or a file may be damaged.
         with contextlib.suppress(Exception):
-            saved = torch.load(self.folder / "last.ckpt", weights_only=True, mmap=True)
+            saved = read_file(self.folder / "last.ckpt")
             return float(saved["callbacks"]["RunTimer"]["seconds"])
         return None
 
     def refusal(self) -> str:
         """The line with which ``fit`` refused its arguments."""
-        lines = self.log_path.read_text().splitlines()
+        lines = self.log_path.read_text(errors="replace").splitlines()
         errors = [line for line in lines if line.startswith("error: ")]
         if not errors:
             return f"see {self.log_path}"
-        return errors[-1].removeprefix("error: ")
+        return printable(errors[-1].removeprefix("error: "))
 
     def check_metric(self, rows: list[dict[str, float]]) -> None:
         """A UserError where the run logged no such metric."""

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from matplotlib.axes import Axes
-from unbroken import contract
 from unbroken.cli.cli import Configuration
 from unbroken.commands.tune.advice import WORTH, Advice, advice_lines, advise
 from unbroken.commands.tune.picture import picture
 from unbroken.commands.tune.steps import CannotTrain, Measured, TrainingSteps
 from unbroken.errors import UserError
+from unbroken.loading.batch_size import batch_size_of
 from unbroken.machine import hardware
 from unbroken.tables import Row, format_table
 
@@ -168,11 +168,12 @@ def tune_batch_size(
 
 def present_size(config: Configuration) -> int:
     """The configured batch size; a UserError where the data module has none."""
-    data = config.datamodule
-    if isinstance(data, contract.HasBatchSize) and isinstance(data.batch_size, int):
-        return data.batch_size
+    present = batch_size_of(config.datamodule)
+    if present is not None:
+        return present
     raise UserError(
-        "tune batch_size needs a data module whose loader follows an attribute batch_size."
+        "tune batch_size needs a data module whose loader follows its attribute batch_size or "
+        "hparams.batch_size. One of the module (--model) is not searched."
     )
 
 

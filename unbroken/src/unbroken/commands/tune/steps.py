@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from unbroken.cli.cli import Configuration
 from unbroken.commands.tune.short_training import ShortTraining, train_shortly
 from unbroken.errors import UserError, is_out_of_memory
+from unbroken.loading.batch_size import set_batch_size
 from unbroken.loading.log_steps import synchronize
 from unbroken.machine import hardware
 from unbroken.machine.live_memory import LiveMemory
@@ -138,7 +139,7 @@ class TrainingSteps:
         """
         # A size that could not train has left its tensors in the frames of its error.
         self._free_memory()
-        self.datamodule.batch_size = batch_size
+        set_batch_size(self.datamodule, batch_size)
         told = "out of memory"
         try:
             # The training has a frame of its own, whose tensors are free when it has returned.
