@@ -188,7 +188,7 @@ def attempt(given: Input) -> None:
         f"numerals.{given.command}"
     )  # of ranks that it starts
     signals.install()
-    signals.state.importing = False
+    signals.imports_are_done()
     began = time.monotonic()
     run = partial(module.main, "numerals") if given.command != "fit" else module.job.main
     code = command.exit_code(run, given.words)

@@ -24,7 +24,7 @@ from unbroken.storage import checkpoint_files, files, run_files
 from unbroken.storage.files import NotWritten, copy_atomically
 from unbroken.storage.run_files import Costs
 from unbroken.storage.staging import Staging, bytes_in, memory_made_for, memory_of
-from unbroken.storage.writer import Writer
+from unbroken.storage.writing_thread import WritingThread
 
 from tests.commands import checkpoint
 
@@ -364,7 +364,7 @@ def test_a_copy_that_fails_leaves_what_was_there(
 
 
 def test_a_writer_writes_one_at_a_time_and_tells_an_error_once() -> None:
-    writer = Writer()
+    writer = WritingThread()
     order: list[str] = []
     go = threading.Event()
 

@@ -408,9 +408,9 @@ def before_resumed_epoch(
         trainer: Has read the checkpoint.
         act: Called without arguments.
         is_before_batch: Whether the run was stopped before a batch, and begins with it.
-        was_validated: Whether a validation had followed the last batch. The checkpoint then has the
-            step taken off that the end of that batch counts; see ``clean_counters`` in
-            parts/loops.py.
+        was_validated: Whether a validation had followed the last batch. The checkpoint then has a
+            step taken off, for a plain Trainer, and it is added again here; see ``clean_counters``
+            in parts/loops.py.
     """
     loop: Any = trainer.fit_loop.epoch_loop
 

@@ -64,7 +64,9 @@ class Ending:
         return self.request > SAVE_DUE
 
     def agree(self, mine: int) -> None:
-        """Give this rank's request, and note what all have asked for one call ago."""
+        """Give this rank's request, and note what all have asked for: one rank now, several one
+        call ago.
+        """
         assert self._agreement is not None
         self.request = max(self.request, self._agreement.latest(mine))
 

@@ -108,7 +108,7 @@ class Hooks(Callback):
         if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined]
             # Lightning does so, too, but after the save below, which holds these counts.
             lightning_internals.validated_batches(trainer).clear()
-        engine.restoring.samplers_were_told(trainer)
+        engine.restoring.give_generators_again(trainer)
         # Before the first epoch there is nothing to save.
         if trainer.current_epoch > 0 and not engine.restoring.is_under_way:
             engine.following.epoch_is_over(trainer, engine.ending.group)
@@ -124,7 +124,9 @@ class Hooks(Callback):
     def _before_batch(self, trainer: Trainer) -> None:
         engine = self.engine
         engine.own_folder.files.check()
-        engine.restoring.before_batch()
+        if engine.restoring.wants_no_batch:
+            # Lightning's loop ends an epoch by this.
+            raise StopIteration
         if engine.own_folder.saves:
             engine.kept.objects.before_batch(trainer)
         engine.saving.before_batch(trainer)

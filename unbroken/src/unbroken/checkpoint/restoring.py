@@ -281,10 +281,12 @@ class Restoring:
 
     def _enter_epoch(self, trainer: Trainer, resume: Resume) -> None:
         """Let Lightning's loops begin where the run was stopped."""
-        resume.enter_epoch(trainer, lambda: self._epoch_goes_on(trainer))
         if resume.place == "epoch":
+            # on_train_epoch_start gives the generators again, before the user's hooks may draw.
+            resume.enter_epoch(trainer, lambda: None)
             lightning_internals.end_restart(trainer)
             return
+        resume.enter_epoch(trainer, lambda: self.give_generators_again(trainer))
         for loader in self._loading.training:
             loader.set_epoch(trainer.current_epoch)
         call_epoch_start_again(trainer)
@@ -357,27 +359,20 @@ class Restoring:
 
     # 4. The training goes on
 
-    def _epoch_goes_on(self, trainer: Trainer) -> None:
-        # Where an epoch begins, its hooks have drawn, too, and that stays.
-        if self._resume is not None and self._resume.place != "epoch":
-            self.samplers_were_told(trainer)
+    def give_generators_again(self, trainer: Trainer) -> None:
+        """Give the generators back once more, where the resumed run has done no batch yet.
 
-    def samplers_were_told(self, trainer: Trainer) -> None:
-        """Lightning has called ``set_epoch`` of the loaders' samplers, after everything was given
-        back. The generators from which they may have drawn are put back once more: the checkpoint
-        was saved after that.
+        Lightning has called ``set_epoch`` of the loaders' samplers, after everything was given
+        back, and they may have drawn. The checkpoint was saved after that.
         """
         if self._resume is not None:
             generators = [part for part in self._kept.all if isinstance(part, RandomGenerators)]
             self._resume.give_back(trainer, generators)
 
-    def before_batch(self) -> None:
-        """End the epoch, where the run went on only for a validation that is not wanted any
-        more.
-        """
-        if self._steps_more:
-            # Lightning's loop ends an epoch by this.
-            raise StopIteration
+    @property
+    def wants_no_batch(self) -> bool:
+        """Whether the run went on only for a validation, and has none to do any more."""
+        return self._steps_more > 0
 
     def batch_ends(self) -> None:
         """The first batch is done: nothing is left to give back."""

@@ -14,7 +14,8 @@ In the order in which it happens:
    (:meth:`Saving.batch_ends`). A validation or an epoch's end may find a new best.
 2. At one of the moments above every part is taken (:meth:`KeptParts.take`), and
    :meth:`Saving.save_and_stop` saves it. The step before is done with its logging and its
-   validation, and no hook of the next one was called.
+   validation, and no hook of the next one was called. (validation.py takes the parts for a stop
+   inside a validation.)
 3. :class:`unbroken.storage.run_files.RunFiles` lets Lightning make its checkpoint, to which
    :meth:`Saving._put_state_into` adds what Lightning's lacks. A small one is written at once, a
    large one is copied, and a thread writes the copy. A new best is written to ``best.ckpt`` and
@@ -150,10 +151,10 @@ class Saving:
 
     def _own_request(self, trainer: Trainer) -> int:
         """What this rank asks for: to stop, to save, or nothing."""
-        return signals.state.requested or self._overdue(trainer)
+        return signals.state.requested or self._save_if_overdue(trainer)
 
-    def _overdue(self, trainer: Trainer) -> int:
-        """SAVE_DUE on rank zero when the seconds between two saves are over."""
+    def _save_if_overdue(self, trainer: Trainer) -> int:
+        """SAVE_DUE on rank zero when the seconds between two saves are over, else 0."""
         files = self._own_folder.files
         # A save that is still on its way to the disk has the memory that the next one needs.
         if not trainer.is_global_zero or files.is_busy:
@@ -235,10 +236,11 @@ class Saving:
         A large state is on the disk later: :meth:`_note_saved` is called then.
         """
         step = trainer.global_step if wish.can_go_on else None
-        self._own_folder.files.write(
+        files = self._own_folder.files
+        files.write(
             trainer,
-            is_best=wish.is_best,
-            is_last=wish.can_go_on,
+            target=files.best if wish.is_best else files.last,
+            also=files.last if wish.is_best and wish.can_go_on else None,
             group=self._ending.group,
             add_state=partial(self._put_state_into, trainer, wish),
             flush=self._kept.flush,

@@ -95,7 +95,8 @@ def prepare_process(name: str) -> None:
         name: The module's ``__name__``. Nothing happens unless it is ``"__main__"``, or when the
             process is set up already.
     """
-    if name != "__main__" or signals.state.importing:
+    is_prepared = signals.state.phase in (signals.Phase.IMPORTS, signals.Phase.ENDS)
+    if name != "__main__" or is_prepared:
         return
     gc.disable()
     end_after_all_others()
@@ -113,7 +114,7 @@ def prepare_process(name: str) -> None:
 def run(main: Callable[[list[str]], int | None]) -> None:
     """Run a command's ``main(argv)`` and end the process with the matching exit code."""
     prepare_process("__main__")
-    signals.state.importing = False
+    signals.imports_are_done()
     gc.freeze()
     gc.enable()
     # PYTHONWARNINGS wins. Otherwise users see no deprecation notes of other packages.
@@ -123,9 +124,9 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     show_in_one_line()
     try:
         code = exit_code(main, sys.argv[1:])
-        _let_signals_end_the_process()
+        signals.end_at_once()
     except signals.Stopped as stop:  # it came while an error was printed
-        _let_signals_end_the_process()
+        signals.end_at_once()
         code = stop.exit_code
     End.code = _flush(code)
     sys.exit(End.code)
@@ -331,11 +332,6 @@ def _check_numbers_of_the_launcher() -> None:
         if value is not None and not (value.isascii() and value.isdigit()):
             must = "must be a whole number"
             raise UserError(f"the environment variable {variable} {must}, got '{value}'. Unset it.")
-
-
-def _let_signals_end_the_process() -> None:
-    """The command is done: from here on a signal ends the process at once, and is not raised."""
-    signals.state.importing = True
 
 
 def _flush(code: int) -> int:

@@ -105,7 +105,7 @@ def train_in(run: RunFolder, config: Configuration, build: Build) -> RunResult:
         trainer = build(config, run)
         return train(config, run, trainer)
     except BaseException as error:
-        is_stop = isinstance(error, signals.Stopped) and signals.state.begun
+        is_stop = isinstance(error, signals.Stopped) and signals.state.has_begun
         if not is_stop:
             if run.mirror is not None:
                 say(*run.mirror.finish(signals.seconds_left()))
@@ -148,7 +148,7 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
             except NotTested as error:
                 result.summary.notes.append(f"not tested: {error}")
         is_tested = True
-        signals.state.deferring = False  # every step is saved: a signal ends the run here
+        signals.raise_at_once()  # every step is saved
         finish(trainer, result)
         if trainer.is_global_zero:
             # Last: a run with a summary is complete.
@@ -165,7 +165,7 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
             # With one rank a second signal ends the run at once. With several it does not: torchrun
             # signals the remaining ranks as soon as one has ended.
             if trainer.world_size == 1:
-                signals.state.deferring = False
+                signals.raise_at_once()
             finish(trainer, result_of(config, run, trainer, signal.Signals(stop.signum).name))
         if run.mirror is not None and trainer.is_global_zero:
             run.mirror.take()

@@ -1,16 +1,26 @@
 """SIGTERM, Ctrl-C, SIGHUP and SLURM's signal: noted at once, handled at the next step boundary (see
 ``stop.py``).
 
-Before training has begun there is nothing to save, and the process ends right away. Rank zero first
-ends the ranks that it has started, since they would fail without it. A signal to one of them is
-passed on to rank zero.
+What a signal does depends on the phase in which the process is (:class:`Phase`):
 
-A second signal changes nothing until the step is saved: its handler returns, since the first is
-being done. After that a command with one rank lets it end the process at once: ``train`` in
-``unbroken/run/main_job.py`` sets ``deferring`` to False before it writes report and summary, and
-the handler raises. With several ranks it stays ignored, since all of them must end together. In a
-script the handlers are the script's again as soon as ``Trainer.fit`` has told its callbacks of the
-end (:meth:`TakenOver.end`).
+| phase | from | a signal | a second one |
+| --- | --- | --- | --- |
+| IMPORTS | the start of a command | ends the process at once | |
+| STARTS | its imports are done; a script's Trainer sets up | is raised | changes nothing |
+| TRAINS | training or a test begins | is raised when the step is saved | changes nothing |
+| SAVED | what follows needs no further step | is raised at once | is raised at once |
+| ENDS | the command is done | ends the process at once | |
+
+Before training has begun there is nothing to save. Rank zero first ends the ranks that it has
+started, since they would fail without it. A signal to one of them is passed on to rank zero.
+
+The first signal says how the run ends. A script's own handlers are called at every signal; what one
+raises ends the run when the step is saved.
+
+After the save, a command with one rank is SAVED before it writes report and summary (``train`` in
+``unbroken/run/main_job.py``): a second signal then ends it at once. With several ranks it stays
+TRAINS to the end, since all of them must end together. In a script the handlers are the script's
+again as soon as ``Trainer.fit`` has told its callbacks of the end (:meth:`TakenOver.end`).
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """
@@ -23,6 +33,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum, auto
 from types import FrameType
 from typing import Any
 
@@ -56,6 +67,16 @@ class Stopped(SystemExit):
         return f"stopped by {signal.Signals(self.signum).name}"
 
 
+class Phase(Enum):
+    """What a signal does to the process at the moment: see the table above."""
+
+    IMPORTS = auto()
+    STARTS = auto()
+    TRAINS = auto()
+    SAVED = auto()
+    ENDS = auto()
+
+
 class State:
     """What this process was asked to do.
 
@@ -66,13 +87,8 @@ class State:
     requested: int = 0
     # When it was received, on the clock of time.monotonic().
     requested_at: float | None = None
-    # While torch and Lightning are imported: a signal ends the process. Later it is raised as
-    # Stopped.
-    importing: bool = False
-    # A signal waits for the next step boundary.
-    deferring: bool = False
-    # Training or a test has begun.
-    begun: bool = False
+    phase = Phase.STARTS
+    # Whether a thread ends the process where Python runs no handler.
     watched: bool = False
     # What a script's own handler has raised, such as an exit. It ends the run in the place of
     # Stopped, as soon as the step is saved.
@@ -85,6 +101,11 @@ class State:
         # The script's own handlers, by signal. They are called as well.
         self.scripts_handlers: dict[int, Any] = {}
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether training or a test has begun."""
+        return self.phase not in (Phase.IMPORTS, Phase.STARTS)
+
 
 state = State()
 
@@ -96,7 +117,7 @@ def install() -> None:
     would show up as an ImportError.
     """
     if threading.current_thread() is threading.main_thread():
-        state.importing = True
+        state.phase = Phase.IMPORTS
         for number in STOP_SIGNALS:
             # nohup wants no SIGHUP.
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -159,8 +180,7 @@ class TakenOver:
         state.raised = None
         state.requested = 0
         state.requested_at = None
-        state.begun = False
-        state.deferring = False
+        state.phase = Phase.STARTS
 
 
 def end_with_parent() -> None:
@@ -181,7 +201,7 @@ def watch(clean_up: Callable[[], None] | None = None) -> None:
     """
     state.clean_up = clean_up
     is_ours = signal.getsignal(signal.SIGTERM) is _note
-    if state.watched or state.begun or not is_ours or sys.platform == "win32":
+    if state.watched or state.has_begun or not is_ours or sys.platform == "win32":
         return
     state.watched = True
     reading, writing = os.pipe()
@@ -192,11 +212,25 @@ def watch(clean_up: Callable[[], None] | None = None) -> None:
     threading.Thread(target=_watch, args=(reading,), name="start-up-signals", daemon=True).start()
 
 
+def imports_are_done() -> None:
+    """From now on a signal is raised."""
+    state.phase = Phase.STARTS
+
+
 def defer() -> None:
     """Training or a test has begun: from now on a signal waits for the next step boundary."""
-    state.deferring = True
-    state.begun = True
+    state.phase = Phase.TRAINS
     _stop_watching()
+
+
+def raise_at_once() -> None:
+    """Every step is saved: from now on a signal is raised when it comes."""
+    state.phase = Phase.SAVED
+
+
+def end_at_once() -> None:
+    """The command is done: from now on a signal ends the process, and is not raised."""
+    state.phase = Phase.ENDS
 
 
 def _note_requeue(number: int) -> None:
@@ -241,18 +275,18 @@ def _note(number: int, frame: FrameType | None) -> None:
     signum = as_stop(number)
     is_first = _keep_first(signum)
     _call_the_scripts(number, frame)
-    if not state.begun and is_child() and _tell_rank_zero(signum):
+    if not state.has_begun and is_child() and _tell_rank_zero(signum):
         # Rank zero ends this process, and would be killed itself if this one ended first.
         return
-    if state.importing:
+    if state.phase in (Phase.IMPORTS, Phase.ENDS):
         os._exit(Stopped(signum).exit_code)
-    if not state.begun:
+    if state.phase is Phase.STARTS:
         if not is_first:
             # It is ending already.
             return
         _end_ranks()
-    if not state.deferring:
-        raise Stopped(signum)
+    if state.phase is not Phase.TRAINS:
+        raise Stopped(as_stop(state.requested))
     if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
         told = f"\n{signal.Signals(number).name}: saving this step, then stopping ...\n"
         # The stream may be closed.
@@ -269,15 +303,15 @@ def _call_the_scripts(number: int, frame: FrameType | None) -> None:
     try:
         handler(number, frame)
     except BaseException as error:
-        if not state.deferring:
+        if state.phase is not Phase.TRAINS:
             raise
         state.raised = error
 
 
 def _watch(reading: int) -> None:
-    while not state.begun:
+    while not state.has_begun:
         number = os.read(reading, 1)[0]
-        if number not in STOP_SIGNALS or state.begun:
+        if number not in STOP_SIGNALS or state.has_begun:
             continue
         patience = START_UP_PATIENCE_S
         if is_child():
@@ -285,7 +319,7 @@ def _watch(reading: int) -> None:
             # Rank zero is the first to act.
             patience *= 2
         time.sleep(patience)
-        if not state.begun:
+        if not state.has_begun:
             _end_ranks()
             if state.clean_up is not None:
                 state.clean_up()

@@ -6,7 +6,7 @@
 * :mod:`~unbroken.storage.savable`: which values it can hold.
 * :mod:`~unbroken.storage.seals`: whose it is, and whether it was changed.
 * :mod:`~unbroken.storage.weights`: how a module gets its weights.
-* :mod:`~unbroken.storage.staging` and :mod:`~unbroken.storage.writer`: a copy in memory, and the
-  thread that writes it.
+* :mod:`~unbroken.storage.staging` and :mod:`~unbroken.storage.writing_thread`: a copy in memory,
+  and the thread that writes it.
 * :mod:`~unbroken.storage.reading`: the small files of a run's folder, which may be a stranger's.
 """

@@ -20,7 +20,7 @@ from unbroken.storage.savable import NotPlain
 from unbroken.storage.staging import MemoryRange, Staging, bytes_in, memory_made_for
 from unbroken.storage.trouble import Trouble
 from unbroken.storage.usable import newest_whole
-from unbroken.storage.writer import Writer
+from unbroken.storage.writing_thread import WritingThread
 
 # Bytes of a state. A smaller one is written before a copy and a thread would have begun.
 WRITTEN_AT_ONCE = 16 * 2**20
@@ -31,15 +31,15 @@ class WriteJob:
     """How one checkpoint comes to the disk.
 
     Attributes:
-        writer: Writes it.
+        io: Writes it.
         target: The file.
-        copy: A second file with the same bytes. None: there is none.
+        also: A second file with the same bytes. None: there is none.
         when_saved: Called when all of it is on the disk.
     """
 
-    writer: AtomicCheckpointIO
+    io: AtomicCheckpointIO
     target: Path
-    copy: Path | None
+    also: Path | None
     when_saved: Callable[[], None]
 
 
@@ -47,7 +47,7 @@ class RunFiles:
     """The checkpoints in a run's folder.
 
     A small state is written while training waits. A large one is copied in memory, and a thread
-    writes it while training goes on: see :class:`Writer` and :class:`Staging`.
+    writes it while training goes on: see :class:`WritingThread` and :class:`Staging`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,14 +56,14 @@ class RunFiles:
         self.trouble = Trouble("nothing is saved", "the run is saved again")
         # Writes where the Trainer has another way.
         self._own_io = AtomicCheckpointIO()
-        self._writer = Writer()
+        self._thread = WritingThread()
         self._staging = Staging()
         self.costs = Costs()
 
     @property
     def is_busy(self) -> bool:
         """Whether a save is still on its way to the disk."""
-        return self._writer.is_busy
+        return self._thread.is_busy
 
     def seconds_to_save(self) -> float:
         """About how long a save takes from now on: as long as the last one, and once more where
@@ -73,7 +73,7 @@ class RunFiles:
 
     def wait(self) -> None:
         """Wait until the save that is under way is on the disk, or has failed."""
-        self._writer.wait()
+        self._thread.wait()
 
     def let_go(self) -> None:
         """Give back the memory of the copy. The next large save takes new memory."""
@@ -81,7 +81,7 @@ class RunFiles:
 
     def check(self) -> None:
         """Raise what a save that was under way has raised. Nothing is waited for."""
-        self._writer.check()
+        self._thread.check()
 
     def newest_whole(self) -> Path | None:
         """The checkpoint to go on from. A line says which is skipped, and why."""
@@ -94,8 +94,8 @@ class RunFiles:
         self,
         trainer: Trainer,
         *,
-        is_best: bool,
-        is_last: bool,
+        target: Path,
+        also: Path | None,
         group: Any,
         add_state: Callable[[dict[str, Any]], dict[str, Any]],
         flush: Callable[[], None],
@@ -110,8 +110,8 @@ class RunFiles:
 
         Args:
             trainer: Its own CheckpointIO is left alone.
-            is_best: Whether ``best.ckpt`` is written. Else ``last.ckpt`` is.
-            is_last: Whether a new best is copied to ``last.ckpt``, too.
+            target: The file that is written.
+            also: A second file, to which it is copied. None: there is none.
             group: The ranks' group in CPU memory.
             add_state: Puts what a resume needs into Lightning's checkpoint; returns the library's
                 entry of it.
@@ -125,19 +125,14 @@ class RunFiles:
         failure = None
         begun = time.perf_counter()
         theirs = trainer.strategy.checkpoint_io
-        writer = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
-        job = WriteJob(
-            writer,
-            target=self.best if is_best else self.last,
-            copy=self.last if is_best and is_last else None,
-            when_saved=when_saved,
-        )
+        io = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
+        job = WriteJob(io, target, also, when_saved)
         one_save = OneSave(trainer, add_state)
         try:
-            checkpoint = one_save.make(job.target)
+            checkpoint = one_save.make(target)
             if checkpoint is not None:
                 flush()
-                writer.make_plain(checkpoint, restored_by_lightning(trainer))
+                io.make_plain(checkpoint, restored_by_lightning(trainer))
                 self._begin_to_write(job, one_save.private, checkpoint)
         except NotWritten as error:
             self.trouble.note(str(error))
@@ -176,33 +171,33 @@ class RunFiles:
         """Write a plain checkpoint now, or copy it and let the thread write it. What is
         ``private`` to it need not be copied.
         """
-        self._writer.wait()
+        self._thread.wait()
         size = bytes_in(checkpoint)
         self.costs.bytes = size
         if size < WRITTEN_AT_ONCE:
-            self._write(job, checkpoint)
+            self._to_disk(job, checkpoint)
             self.costs.last_background_seconds = 0.0
             return
         staged = self._staging.copy(checkpoint, private)
 
         def write_staged() -> None:
             self._staging.wait()
-            self._write(job, staged)
+            self._to_disk(job, staged)
             self.costs.last_background_seconds = self.costs.write_seconds
 
-        self._writer.begin(write_staged)
+        self._thread.begin(write_staged)
 
-    def _write(self, job: WriteJob, checkpoint: dict[str, Any]) -> None:
+    def _to_disk(self, job: WriteJob, checkpoint: dict[str, Any]) -> None:
         """Bring a checkpoint that nobody changes meanwhile to the disk. A disk that is full is no
         error: the trouble is told, and the next save is tried.
         """
         begun = time.perf_counter()
         try:
-            job.writer.write(checkpoint, job.target)
-            if job.copy is not None:
+            job.io.write(checkpoint, job.target)
+            if job.also is not None:
                 # The best comes first: a run that is killed in between repeats the steps to the
                 # best.
-                copy_atomically(job.target, job.copy)
+                copy_atomically(job.target, job.also)
         except NotWritten as error:
             self.trouble.note(str(error))
         else:

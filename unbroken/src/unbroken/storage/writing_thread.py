@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 
-class Writer:
-    """Writes one checkpoint at a time, in a thread that lives as long as the write.
-
-    Attributes:
-        seconds: What the last write took.
-    """
+class WritingThread:
+    """Writes one checkpoint at a time, in a thread that lives as long as the write."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
@@ -45,9 +39,7 @@ class Writer:
             raise error
 
     def _run(self, write: Callable[[], None]) -> None:
-        begun = time.perf_counter()
         try:
             write()
         except BaseException as error:
             self._error = error
-        self.seconds = time.perf_counter() - begun
