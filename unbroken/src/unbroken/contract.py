@@ -271,7 +271,11 @@ class GathersBatches(Protocol, metaclass=AsksByName):
     """A dataset in memory that gives a whole batch in one call, ready for the step."""
 
     def gather(self, indices: Tensor) -> Any:
-        """``indices``: int64 (batch,). Returns the batch."""
+        """``indices``: int64 (batch,). Returns the batch.
+
+        Whether it draws random numbers is told by an epoch's first batch: one that draws does so
+        for each.
+        """
         ...
 
 
