@@ -686,6 +686,21 @@ def test_a_live_loader_is_one_of_the_users_class_with_its_methods_and_attributes
     assert [len(batch) for batch in loader] == [2] * 12
 
 
+@pytest.mark.parametrize("make", [OwnLoader, Stateful, lambda: plain_loader(0, Negates)])
+def test_a_live_loader_without_an_exact_form_is_an_instance_of_the_users_class(
+    workplace: Path, make: Callable[[], Any]
+) -> None:
+    told: list[bool] = []
+
+    def look(loader: Any, epoch: int) -> None:
+        # A copy is the user's own again, whose class is no other.
+        told.extend([isinstance(loader, type(made["loader"])), isinstance(loader, Curriculum)])
+        told.append(type(copy.deepcopy(loader)) is type(made["loader"]))
+
+    read_by(Reads(look), make, ExactCheckpoint("r"), max_epochs=1)
+    assert told == [True, False, True]
+
+
 @pytest.mark.parametrize("make", [plain_loader, OwnLoader])
 def test_what_a_pickle_holds_of_a_live_loader_is_the_users_own(
     workplace: Path, make: Callable[[], Any]
