@@ -5,6 +5,7 @@ what they mean without it.
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import pickle
 import signal
@@ -699,6 +700,27 @@ def test_a_live_loader_without_an_exact_form_is_an_instance_of_the_users_class(
 
     read_by(Reads(look), make, ExactCheckpoint("r"), max_epochs=1)
     assert told == [True, False, True]
+
+
+@pytest.mark.parametrize("make", [plain_loader, OwnLoader])
+def test_behind_a_run_the_trainer_has_the_users_own_loaders(
+    workplace: Path, make: Callable[[], Any]
+) -> None:
+    class Evaluates(Reads):
+        def validation_step(self, *_: Any, dataloader_idx: int = 0) -> None: ...
+
+        test_step = validation_step
+
+    module = Evaluates(None)
+    trainer = trainer_of(ExactCheckpoint("r"))
+    first, second, third = make(), make(), make()
+    trainer.fit(module, first, [second, third])
+    assert trainer.train_dataloader is first
+    assert all(map(operator.is_, trainer.val_dataloaders, (second, third)))
+    trainer.test(module, second)
+    assert trainer.test_dataloaders is second
+    trainer.validate(module, third)
+    assert trainer.val_dataloaders is third
 
 
 @pytest.mark.parametrize("make", [plain_loader, OwnLoader])
