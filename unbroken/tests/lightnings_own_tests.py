@@ -1,5 +1,8 @@
 """A plugin of pytest that gives every Trainer of a test-suite ExactCheckpoint, and notes how each
 test ended. test_lightnings_own_tests.py begins pytest with it.
+
+Without the option ``--every`` nothing of ours is imported: that alone gives ``pytorch_lightning`` a
+meaning.
 """
 
 from __future__ import annotations
@@ -10,13 +13,15 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import pytest
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.strategies import launchers
-from unbroken import ExactCheckpoint
+
+if TYPE_CHECKING:
+    from unbroken import ExactCheckpoint
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -65,6 +70,7 @@ def skip(*_: Any, **__: Any) -> NoReturn:
 
 def with_ours(make: Any, folder: Path, every: str) -> Any:
     """A Trainer's ``__init__`` that adds an ExactCheckpoint, with a new folder below that one."""
+    from unbroken import ExactCheckpoint
 
     @functools.wraps(make)
     def __init__(self: Trainer, **flags: Any) -> None:  # noqa: N807
@@ -80,8 +86,9 @@ def with_callback(flags: dict[str, Any], keep: ExactCheckpoint) -> dict[str, Any
     callbacks = [*given] if isinstance(given, list | tuple) else [given]
     have_one = any(isinstance(each, Checkpoint) for each in callbacks)
     is_off = flags.get("enable_checkpointing") is False
-    # Lightning takes no such callback in these, and says so.
-    if flags.get("barebones") or (is_off and have_one):
+    # These are to have none: Lightning says so. Callbacks of another Trainer have ours among them.
+    has_ours = any(isinstance(each, type(keep)) for each in callbacks)
+    if flags.get("barebones") or (is_off and have_one) or has_ours:
         return flags
     # It adds its own where no other is, and refuses any where it is to add none.
     own = [] if have_one or is_off or flags.get("model_registry") else [ModelCheckpoint()]
