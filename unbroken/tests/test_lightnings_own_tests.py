@@ -58,7 +58,7 @@ def outcomes(tests: list[str], every: str | None) -> dict[str, Outcome]:
     file = Path(f"every-{every}.jsonl").absolute()
     words = [sys.executable, "-m", "pytest", "-p", "lightnings_own_tests", "-p", "no:cacheprovider"]
     words += ["-c", str(CHECKOUT / "pyproject.toml"), "--rootdir", str(CHECKOUT)]
-    words += ["-k", f"not {LEFT_OUT}", "--timeout", "60"]
+    words += ["-k", f"not {LEFT_OUT}", "--timeout", "300"]
     words += ["--basetemp", str(Path("tests").absolute()), "--outcomes", str(file)]
     words += ["--every", every] if every else []
     done = subprocess.run(
