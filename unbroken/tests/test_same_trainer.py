@@ -5,6 +5,7 @@ what they mean without it.
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import pickle
 import shutil
@@ -702,24 +703,40 @@ def test_a_live_loader_is_one_of_the_users_class_with_its_methods_and_attributes
     assert [len(batch) for batch in loader] == [2] * 12
 
 
-@pytest.mark.parametrize(
-    ("make", "kind"),
-    [
-        (OwnLoader, OwnLoader),
-        (lambda: plain_loader(0, Negates), Negates),
-        (lambda: DataLoader(Endless(), 2), DataLoader),
-    ],
-)
+@pytest.mark.parametrize("make", [OwnLoader, Stateful, lambda: plain_loader(0, Negates)])
 def test_a_live_loader_without_an_exact_form_is_an_instance_of_the_users_class(
-    workplace: Path, make: Callable[[], Any], kind: type
+    workplace: Path, make: Callable[[], Any]
 ) -> None:
-    found: list[bool] = []
+    told: list[bool] = []
 
     def look(loader: Any, epoch: int) -> None:
-        found.extend([isinstance(loader, kind), isinstance(loader, Shorter)])
+        # A copy is the user's own again, whose class is no other.
+        told.extend([isinstance(loader, type(made["loader"])), isinstance(loader, Curriculum)])
+        told.append(type(copy.deepcopy(loader)) is type(made["loader"]))
 
     read_by(Reads(look), make, ExactCheckpoint("r"), max_epochs=1)
-    assert found == [True, False]
+    assert told == [True, False, True]
+
+
+@pytest.mark.parametrize("make", [plain_loader, OwnLoader])
+def test_behind_a_run_the_trainer_has_the_users_own_loaders(
+    workplace: Path, make: Callable[[], Any]
+) -> None:
+    class Evaluates(Reads):
+        def validation_step(self, *_: Any, dataloader_idx: int = 0) -> None: ...
+
+        test_step = validation_step
+
+    module = Evaluates(None)
+    trainer = trainer_of(ExactCheckpoint("r"))
+    first, second, third = make(), make(), make()
+    trainer.fit(module, first, [second, third])
+    assert trainer.train_dataloader is first
+    assert all(map(operator.is_, trainer.val_dataloaders, (second, third)))
+    trainer.test(module, second)
+    assert trainer.test_dataloaders is second
+    trainer.validate(module, third)
+    assert trainer.val_dataloaders is third
 
 
 @pytest.mark.parametrize("make", [plain_loader, OwnLoader])

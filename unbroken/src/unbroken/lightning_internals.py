@@ -274,6 +274,19 @@ def let_lightning_share(trainer: Trainer, shares: bool) -> None:
     trainer._accelerator_connector.use_distributed_sampler = shares
 
 
+def exchange_loaders(trainer: Trainer, other: Callable[[Any], Any]) -> None:
+    """Let the Trainer have ``other(loader)`` in the place of each loader that it has read.
+
+    Buys that ``trainer.train_dataloader`` is the user's own behind a run. Public way missing: it
+    cannot be set.
+    """
+    loops: list[Any] = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop]
+    for loop in (*loops, trainer.validate_loop, trainer.test_loop):
+        loaders = loop._combined_loader
+        if loaders is not None:
+            loaders.flattened = [other(loader) for loader in loaders.flattened]
+
+
 def evaluated(trainer: Trainer, batch_idx: int, loader_idx: int) -> tuple[list[Any], bool]:
     """The loaders of the evaluation that runs, and whether this is the last batch of one of them.
 

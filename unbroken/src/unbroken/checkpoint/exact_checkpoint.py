@@ -53,6 +53,7 @@ from unbroken.checkpoint.refusals import (
 )
 from unbroken.chosen import Chosen
 from unbroken.errors import UserError
+from unbroken.loading import users_own
 from unbroken.machine import threads
 from unbroken.machine.waiting import waiting
 from unbroken.mirror.mirror import Mirror
@@ -298,6 +299,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.own_folder.files.wait()
         self.own_folder.finish_mirror(None)
         self._put_everything_back(trainer)
+        # After an error Lightning has still to end the workers of ours.
+        lightning_internals.exchange_loaders(trainer, users_own)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -36,3 +36,4 @@ from unbroken.loading.passes import Passes as Passes
 from unbroken.loading.passes import Start as Start
 from unbroken.loading.watched_loader import LiveLoader as LiveLoader
 from unbroken.loading.watched_loader import WatchedLoader as WatchedLoader
+from unbroken.loading.watched_loader import users_own as users_own

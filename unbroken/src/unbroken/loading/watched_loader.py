@@ -13,7 +13,14 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
 from unbroken import contract
 from unbroken.lightning_internals import iterator_of
-from unbroken.loading.exact_loader import are_the_same, itself, lost_unless_set_again, made_of
+from unbroken.loading.exact_loader import (
+    ExactLoader,
+    are_the_same,
+    itself,
+    lost_unless_set_again,
+    made_of,
+    passes_of,
+)
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.loading.passes import Passes, Start
 from unbroken.loading.samplers import cut_of, has_state, is_plain
@@ -254,6 +261,7 @@ class LiveLoader:
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
+        """That of the loader, by which ``isinstance`` finds what the user asks for."""
         return type(self.exact_passes.loader)
 
     def __iter__(self) -> Iterator[Any]:
@@ -312,3 +320,8 @@ def live_loader(passes: WatchedLoader) -> LiveLoader:
     """What the user's code finds in the place of a loader."""
     kind = StatefulLiveLoader if has_state(passes.loader) else LiveLoader
     return kind(passes)
+
+
+def users_own(loader: Any) -> Any:
+    """The user's loader, of what the run has put in its place; any other as it is."""
+    return passes_of(loader).loader if isinstance(loader, ExactLoader | LiveLoader) else loader

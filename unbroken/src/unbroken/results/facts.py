@@ -20,7 +20,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.nn.parameter import is_lazy
 from unbroken import contract
-from unbroken.loading import ExactLoader, passes_of
+from unbroken.loading.samplers import cut_of
 from unbroken.machine.hardware import cpu
 from unbroken.machine.waiting import waiting
 from unbroken.mirror.store import without_password
@@ -159,11 +159,10 @@ def training_samples(trainer: Trainer) -> int | None:
     samples = samples_of(trainer.train_dataloader)
     loader = trainer.train_dataloader
     overfits = trainer.overfit_batches  # type: ignore[attr-defined]
-    if overfits and samples and isinstance(loader, ExactLoader):
-        passes = passes_of(loader)
-        if passes.cut.batch_size is not None:
-            count = int(trainer.num_training_batches)
-            return min(samples, count * passes.global_batch_size)
+    batch_size = cut_of(loader).batch_size
+    if overfits and samples and batch_size is not None:
+        batches = int(trainer.num_training_batches)
+        return min(samples, batches * batch_size * trainer.world_size)
     return samples
 
 
