@@ -516,10 +516,20 @@ def test_a_hook_of_a_load_that_looks_at_lightnings_entries_ends_no_resume(
 def test_a_second_training_with_one_callback_has_a_best_of_its_own(workplace: Path) -> None:
     keep = ExactCheckpoint("r", monitor="val_loss", mode="min")
     flags: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    logged: list[float] = []
+
+    class Notes(Callback):
+        def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+            logged.append(float(trainer.callback_metrics["val_loss"]))
+
     for epochs in (3, 1):
-        trainer = Trainer(max_epochs=epochs, callbacks=[keep], **flags)
+        logged.clear()
+        trainer = Trainer(
+            max_epochs=epochs, callbacks=[keep, Notes()], num_sanity_val_steps=0, **flags
+        )
         trainer.fit(Regression())
-        assert keep.best.score == float(trainer.callback_metrics["val_loss"])
+        assert len(logged) == epochs
+        assert keep.best.score == min(logged)
         saved = checkpoint(Path("r/best.ckpt"))["callbacks"]["ExactCheckpoint"]
         assert saved["score"] == keep.best.score
 
