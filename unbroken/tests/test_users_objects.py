@@ -575,7 +575,7 @@ class Stages(LightningModule):
         return [optimizer], [{"scheduler": warm, "interval": "step"}]
 
 
-def trained(folder: Path, module: Any) -> Any:
+def trained(folder: Path, module: Any, *others: Callback, **options: Any) -> Any:
     """The module, trained for three epochs."""
     torch.manual_seed(0)
     random.seed(0)
@@ -583,14 +583,14 @@ def trained(folder: Path, module: Any) -> Any:
         for parameter in module.parameters():
             parameter.fill_(0.5)
     keep = ExactCheckpoint(folder, every="1")
+    settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, **options}
     trainer = Trainer(
-        max_epochs=3,
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        reload_dataloaders_every_n_epochs=1,
-        callbacks=[keep],
+        callbacks=[*others, keep],
+        **settings,
     )
     trainer.fit(module, ckpt_path=keep.resume_from)
     return module
@@ -664,3 +664,129 @@ def test_a_stream_that_the_module_feeds_goes_on_from_what_the_memory_held(
     assert resumed.memory.seen == undisturbed.memory.seen
     for mine, theirs in itertools.zip_longest(resumed.parameters(), undisturbed.parameters()):
         assert torch.equal(mine, theirs)
+
+
+class Changes(Callback):
+    """Changes settings of the Trainer once, after its first epoch."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch:
+            return
+        for name, value in self.settings.items():
+            is_of_epochs = name == "max_epochs"
+            setattr(trainer.fit_loop if is_of_epochs else trainer, name, value)
+
+
+class Plain(LightningModule):
+    """Reads eight rows, two at a time, and is killed where it is asked to be."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.killed_at = killed_at
+        self.batches = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.killed_at == self.batches:
+            raise Killed
+        self.batches += 1
+        return self.net(batch[0].to(self.dtype)).pow(2).mean()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.arange(8.0)[:, None] / 8), 2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("killed_at", [5, 9, 13])
+def test_settings_of_the_trainer_that_training_has_changed_come_back(
+    killed_at: int, tmp_path: Path
+) -> None:
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01, "max_epochs": 4}
+    undisturbed = trained(tmp_path / "undisturbed", Plain(), Changes(**settings))
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", Plain(killed_at), Changes(**settings))
+    resumed = trained(tmp_path / "killed", Plain(), Changes(**settings))
+    assert undisturbed.batches == resumed.batches == 16
+    for mine, theirs in itertools.zip_longest(resumed.parameters(), undisturbed.parameters()):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_setting_of_the_trainer_that_is_typed_anew_wins_over_what_training_has_changed(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(Killed):
+        trained(tmp_path, Plain(9), Changes(accumulate_grad_batches=2, max_epochs=4))
+    resumed = trained(tmp_path, Plain(), max_epochs=5, accumulate_grad_batches=4)
+    assert resumed.trainer.max_epochs == 5
+    assert resumed.trainer.accumulate_grad_batches == 4
+
+
+class WithMasters(torch.optim.Optimizer):
+    """Keeps sums in 16 bits, and weights in 32, whatever the module has."""
+
+    def __init__(self, parameters: Any, rate: float) -> None:
+        super().__init__(parameters, {"lr": rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            master = state.setdefault("master", parameter.float())
+            sums = state.setdefault("sums", [torch.zeros_like(parameter, dtype=torch.bfloat16)])
+            sums[0].mul_(0.9).add_(parameter.grad.bfloat16())
+            master.add_(sums[0].float(), alpha=-self.param_groups[0]["lr"] / 3)
+            parameter.copy_(master)
+        return loss
+
+
+class Masters(Plain):
+    """Has such an optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return WithMasters(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_state_of_an_optimizer_keeps_the_type_it_was_saved_with(
+    precision: str, tmp_path: Path
+) -> None:
+    undisturbed = trained(tmp_path / "undisturbed", Masters(), precision=precision)
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", Masters(5), precision=precision)
+    resumed = trained(tmp_path / "killed", Masters(), precision=precision)
+    states = [each.optimizers().optimizer.state.values() for each in (resumed, undisturbed)]
+    for mine, theirs in zip(*states, strict=True):
+        assert mine["master"].dtype == torch.float32
+        assert mine["sums"][0].dtype == torch.bfloat16
+        assert torch.equal(mine["master"], theirs["master"])
+        assert torch.equal(mine["sums"][0], theirs["sums"][0])
+
+
+def test_a_state_of_an_optimizer_has_torchs_type_where_the_weights_have_another(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(Killed):
+        trained(tmp_path, Plain(5), precision="bf16-true")
+    resumed = trained(tmp_path, Plain(), precision="32-true")
+    for state in resumed.optimizers().optimizer.state.values():
+        assert state["momentum_buffer"].dtype == torch.float32
+
+
+def test_validations_by_the_clock_are_said_to_come_at_other_steps() -> None:
+    trainer = trainer_of(Plain())
+    assert not what_is_not_exact(trainer, ExactLoading())
+    clocked = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        val_check_interval="00:00:01:00",
+    )
+    (line,) = what_is_not_exact(clocked, ExactLoading())
+    assert "validations come at other steps" in line

@@ -530,6 +530,18 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor._version
 
 
+# Validations by the clock
+
+
+def validates_by_the_clock(trainer: Trainer) -> bool:
+    """Whether ``val_check_interval`` is a time.
+
+    Buys a line that says that a resume is not exact. Public way missing: the Trainer keeps no
+    ``val_check_interval`` then.
+    """
+    return getattr(trainer, "_val_check_time_interval", None) is not None
+
+
 # Communication of gradients
 
 

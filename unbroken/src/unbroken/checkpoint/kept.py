@@ -25,6 +25,7 @@ from unbroken.parts.module import (
     UntrackedStatistics,
 )
 from unbroken.parts.part import Part
+from unbroken.parts.trainer_settings import TrainerSettings
 from unbroken.parts.users_objects import UsersObjects
 from unbroken.stopping.ranks import of_all_ranks
 
@@ -51,6 +52,7 @@ class KeptParts:
         self.bits_in_memory = BitsInMemory()
         self.hyperparameters = StartingHyperparameters()
         self.buffers = PlainBuffers()
+        self.settings = TrainerSettings()
         self.objects = UsersObjects(undeclared)
         self.was_validated = WasValidated()
         self._loading = loading
@@ -74,6 +76,7 @@ class KeptParts:
             EvalModes(),
             UntrackedStatistics(),
             self.hyperparameters,
+            self.settings,
             EarlyStop(),
             self.objects,
             self.open_window,
@@ -87,6 +90,7 @@ class KeptParts:
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """Note what this start has made, before a checkpoint's states come."""
         self.hyperparameters.begin(trainer)
+        self.settings.fit_starts(trainer)
         self.buffers.begin(module)
         self.objects.fit_starts(trainer)
         for part in self.all:

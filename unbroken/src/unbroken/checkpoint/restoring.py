@@ -66,6 +66,7 @@ from unbroken.loading.seeding import Seeds
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import apply_changes
 from unbroken.parts.module import give_plain_buffers
+from unbroken.parts.state_types import StateTypes
 from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.storage.contents import CHOSEN, record_in
 from unbroken.storage.usable import can_start_from, replace_damaged_last, usable_best
@@ -119,6 +120,7 @@ class Restoring:
         # None: nothing is left to give back.
         self._resume: Resume | None = None
         self._before_hooks: list[Noted] = []
+        self._state_types: StateTypes | None = None
         self._batches_validated_before: dict[int, int] = {}
         # The Trainer's own number, while it is 0 because the run is a resumed one.
         self._sanity_steps: float | None = None
@@ -166,6 +168,7 @@ class Restoring:
         warnings.filterwarnings("ignore", advice)
         resume = Resume.of(checkpoint, trainer, self._changed)
         self._resume = resume
+        self._state_types = StateTypes(checkpoint["state_dict"])
         if len(resume.ranks) == trainer.world_size:
             self._note_other_threads(trainer, saved.get(CHOSEN, {}).get("threads"))
         # Lightning's sanity check calls the hooks of a validation. The run that was killed has had
@@ -235,6 +238,10 @@ class Restoring:
             lightning_internals.average_what_setup_has_made(trainer, is_loaded=False)
         if self._resume is None:
             return
+        if self._state_types is not None:
+            self._state_types.begin(trainer)
+        settings = self._kept.settings
+        settings.give_back_early(trainer, self._resume.shared.get(settings.name, {}))
         if self._resume.is_behind_last_step:
             self._steps_more = 1
             trainer.fit_loop.epoch_loop.max_steps += 1
@@ -268,6 +275,7 @@ class Restoring:
         """Put every part back. What the hooks of the start do must change nothing of it."""
         resume = self._resume
         self._kept.objects.begin(trainer)
+        self._kept.settings.begin(trainer)
         if resume is not None:
             self._enter_epoch(trainer, resume)
         if not self._loading.read_early:
@@ -429,7 +437,9 @@ class Restoring:
             replace_damaged_last(files.last, files.best)
 
     def put_back(self, trainer: Trainer) -> None:
-        """Give the Trainer its own numbers again."""
+        """Give the Trainer its own numbers again, and leave its optimizers alone."""
+        if self._state_types is not None:
+            self._state_types.end()
         self._take_step_off(trainer)
         if self._sanity_steps is not None:
             trainer.num_sanity_val_steps = self._sanity_steps
