@@ -790,3 +790,54 @@ def test_validations_by_the_clock_are_said_to_come_at_other_steps() -> None:
     )
     (line,) = what_is_not_exact(clocked, ExactLoading())
     assert "validations come at other steps" in line
+
+
+class Adapter(Plain):
+    """Trains a layer behind a frozen network, and saves that layer alone."""
+
+    leaves_out: tuple[str, ...] = ("base",)
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.base = nn.BatchNorm1d(1).requires_grad_(False)
+        self.strict_loading = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step([self.base(batch[0])], batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        weights = checkpoint["state_dict"]
+        for name in [each for each in weights if each.startswith(self.leaves_out)]:
+            del weights[name]
+
+
+class SlimAdapter(Adapter):
+    """Does so by its state dict."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+    def state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        weights: dict[str, Any] = super().state_dict(*arguments, **named)
+        return {name: each for name, each in weights.items() if not name.startswith("base")}
+
+
+@pytest.mark.parametrize("kind", [Adapter, SlimAdapter])
+def test_statistics_of_a_frozen_network_that_the_module_does_not_save_come_back(
+    kind: type[Adapter], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = trained(tmp_path / "undisturbed", kind())
+    assert "not be exact" not in told(capsys), "no parameter has changed"
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", kind(5))
+    resumed = trained(tmp_path / "killed", kind())
+    assert torch.equal(resumed.base.running_var, undisturbed.base.running_var)
+    assert resumed.base.num_batches_tracked == 12
+    assert torch.equal(resumed.net.weight, undisturbed.net.weight)
+
+
+def test_weights_that_are_trained_and_not_saved_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adapter, "leaves_out", ("net",))
+    trained(tmp_path, Adapter())
+    assert told(capsys).count("training changes net.bias and 1 more") == 1

@@ -23,11 +23,13 @@ from unbroken.parts.module import (
     PlainBuffers,
     Switches,
     UntrackedStatistics,
+    saves_its_own_way,
 )
 from unbroken.parts.part import Part
 from unbroken.parts.trainer_settings import TrainerSettings
 from unbroken.parts.users_objects import UsersObjects
-from unbroken.stopping.ranks import of_all_ranks
+from unbroken.stopping.ranks import of_all_ranks, say
+from unbroken.storage.contents import record_in
 
 
 class KeptParts:
@@ -136,6 +138,25 @@ class KeptParts:
             "seeds": [list(each) for each in loading.seeds],
             **snapshot.shared,
         }
+
+    def add_left_out(
+        self, trainer: Trainer, snapshot: Snapshot, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add to a checkpoint what the user's own hooks have left out of its weights. It is the
+        same on all ranks, as other weights are.
+        """
+        module = trainer.lightning_module
+        is_cut = trainer.strategy.restore_checkpoint_after_setup
+        if is_cut or not saves_its_own_way(module):
+            return
+        buffers, lines = self.buffers.left_out_by_users(module, checkpoint["state_dict"])
+        say(*lines)
+        # Those of the moment of the snapshot count.
+        before = snapshot.entries.get("state_dict", {})
+        for rank in record_in(checkpoint)["state"]["ranks"]:
+            mine = rank[self.buffers.name]
+            for name, value in buffers.items():
+                mine.setdefault(name, before.get(name, value))
 
     def _tell_loaders(self, trainer: Trainer, place: SavePoint) -> None:
         """Tell the loaders whether this epoch's training is done: their next batch is then of the

@@ -241,6 +241,7 @@ class Saving:
             is_last=wish.can_go_on,
             group=self._ending.group,
             add_state=partial(self._put_state_into, trainer, wish),
+            complete=partial(self._kept.add_left_out, trainer, wish.snapshot),
             when_saved=partial(self._note_saved, step),
         )
         self._last_save = time.monotonic()

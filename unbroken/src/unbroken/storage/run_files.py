@@ -98,6 +98,7 @@ class RunFiles:
         is_last: bool,
         group: Any,
         add_state: Callable[[dict[str, Any]], dict[str, Any]],
+        complete: Callable[[dict[str, Any]], None],
         when_saved: Callable[[], None],
     ) -> None:
         """Save the state that the Trainer has now. Every rank calls it; rank zero writes.
@@ -114,6 +115,7 @@ class RunFiles:
             group: The ranks' group in CPU memory.
             add_state: Puts what a resume needs into Lightning's checkpoint; returns the library's
                 entry of it.
+            complete: Called on rank zero with the checkpoint as the user's own hooks have left it.
             when_saved: Called on rank zero when the files are on the disk.
 
         Raises:
@@ -133,6 +135,7 @@ class RunFiles:
         try:
             checkpoint = one_save.make(job.target)
             if checkpoint is not None:
+                complete(checkpoint)
                 writer.make_plain(checkpoint, restored_by_lightning(trainer))
                 self._begin_to_write(job, one_save.private, checkpoint)
         except (UserError, NotPlain) as error:
