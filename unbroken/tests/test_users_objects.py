@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.loading import ExactLoading
@@ -841,3 +841,58 @@ def test_weights_that_are_trained_and_not_saved_are_told(
     monkeypatch.setattr(Adapter, "leaves_out", ("net",))
     trained(tmp_path, Adapter())
     assert told(capsys).count("training changes net.bias and 1 more") == 1
+
+
+class Split(Plain):
+    """Trains on the rows of a split."""
+
+    def __init__(self, rows: list[int], killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.rows = rows
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(TensorDataset(torch.arange(16.0)[:, None] / 16), self.rows), 2)
+
+
+class Cached(Dataset[Any]):
+    """Keeps what it has read."""
+
+    def __init__(self) -> None:
+        self.cache: list[Any] = [None] * 8
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if self.cache[index] is None:
+            self.cache[index] = torch.tensor([index / 8])
+        return [self.cache[index]]
+
+
+class ReadsCached(Plain):
+    """Reads such a data set."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Cached(), 2)
+
+
+def test_a_split_that_is_another_one_at_a_resume_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Killed):
+        trained(tmp_path, Split([*range(8)], killed_at=5))
+    with pytest.raises(Killed):
+        trained(tmp_path, Split([*range(8)], killed_at=7))
+    assert "other samples" not in told(capsys)
+    trained(tmp_path, Split([*range(4, 12)]))
+    assert "Subset holds other samples than at the save" in told(capsys)
+
+
+def test_a_data_set_that_keeps_what_it_has_read_holds_no_other_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for killed_at in (2, 5, 7):
+        with pytest.raises(Killed):
+            trained(tmp_path, ReadsCached(killed_at))
+    trained(tmp_path, ReadsCached())
+    assert "other samples" not in told(capsys)

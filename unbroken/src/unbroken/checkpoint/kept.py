@@ -13,7 +13,7 @@ from unbroken.loading import ExactLoading
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
-from unbroken.parts.loaders import BatchSizes, LoaderPositions
+from unbroken.parts.loaders import BatchSizes, DataSets, LoaderPositions
 from unbroken.parts.loops import EarlyStop, SavePoint, ValidatedBatches, WasValidated
 from unbroken.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
 from unbroken.parts.module import (
@@ -59,6 +59,7 @@ class KeptParts:
         self.was_validated = WasValidated()
         self._loading = loading
         self._positions = LoaderPositions(loading)
+        self.data_sets = DataSets(loading)
         # In the order in which they are taken and given back.
         self.all: list[Part] = [
             # A module's own sums come first: to ask for them may add uncounted batches to its
@@ -72,6 +73,7 @@ class KeptParts:
             followed,
             self._positions,
             BatchSizes(self._positions),
+            self.data_sets,
             self.buffers,
             Gradients(),
             FrozenParameters(),

@@ -276,6 +276,7 @@ class Restoring:
         resume = self._resume
         self._kept.objects.begin(trainer)
         self._kept.settings.begin(trainer)
+        self._kept.data_sets.begin()
         if resume is not None:
             self._enter_epoch(trainer, resume)
         if not self._loading.read_early:
@@ -315,7 +316,22 @@ class Restoring:
         # Files are changed last: what cannot be restored is refused before.
         self._set_aside_unusable_best(trainer)
         resume.give_back(trainer, [part for part in kept.all if part.has_a_file])
+        self._compare_data(trainer, resume)
         self._compare_bits(trainer, resume)
+
+    def _compare_data(self, trainer: Trainer, resume: Resume) -> None:
+        """Say so where data sets hold other samples than at the save."""
+        data_sets = self._kept.data_sets
+        saved = resume.mine(trainer).get(data_sets.name)
+        if saved is None:
+            return
+        of_ranks = of_all_ranks(data_sets.others(saved))
+        for name in dict.fromkeys(name for names in of_ranks for name in names):
+            self._lines.append(
+                f"the resume is not exact: {name} holds other samples than at the save. If they are"
+                " split at random, samples of the validation are now trained on. Give the split a"
+                " seed, as by generator=torch.Generator().manual_seed(0)."
+            )
 
     def _compare_bits(self, trainer: Trainer, resume: Resume) -> None:
         """Say so where weights or optimizers in memory are not what they were at the save.
