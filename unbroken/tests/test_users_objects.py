@@ -18,7 +18,14 @@ import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.loading import ExactLoading
@@ -896,3 +903,95 @@ def test_a_data_set_that_keeps_what_it_has_read_holds_no_other_samples(
             trained(tmp_path, ReadsCached(killed_at))
     trained(tmp_path, ReadsCached())
     assert "other samples" not in told(capsys)
+
+
+class Mining(Plain):
+    """Draws the last rows more often after each epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        sampler = self.trainer.train_dataloader.sampler
+        sampler.weights = sampler.weights * torch.arange(1.0, 9.0)
+
+    def train_dataloader(self) -> Any:
+        rows = TensorDataset(torch.arange(8.0)[:, None] / 8)
+        return DataLoader(rows, 2, sampler=self.made_sampler())
+
+    def made_sampler(self) -> Any:
+        return WeightedRandomSampler(torch.ones(8), 8)
+
+
+class Weights(WeightedRandomSampler):
+    """Says what it keeps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
+class MiningWithAState(Mining):
+    """Does what the line advises."""
+
+    def made_sampler(self) -> Any:
+        return Weights(torch.ones(8), 8)
+
+
+class MiningThatSaves(Mining):
+    """Saves the weights itself."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = self.trainer.train_dataloader.sampler.weights
+
+
+def test_a_sampler_whose_weights_training_changes_is_told_with_what_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"reload_dataloaders_every_n_epochs": 0}
+    trained(tmp_path / "told", Mining(), **options)
+    assert told(capsys).count("train_dataloader.sampler.weights, which changes in training") == 1
+    undisturbed = trained(tmp_path / "undisturbed", MiningWithAState(), **options)
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", MiningWithAState(6), **options)
+    resumed = trained(tmp_path / "killed", MiningWithAState(), **options)
+    assert torch.equal(resumed.net.weight, undisturbed.net.weight)
+    trained(tmp_path / "saves", MiningThatSaves(), **options)
+    assert "sampler" not in told(capsys)
+
+
+class Shifted(Dataset[Any]):
+    """Adds the epoch to each row."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return [torch.tensor([index / 8 + self.epoch])]
+
+
+class Shifts(Plain):
+    """Tells such a data set the epoch."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.rows = Shifted()
+        self.persistent = persistent
+
+    def on_train_epoch_start(self) -> None:
+        self.rows.epoch = self.current_epoch
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, 2, num_workers=1, persistent_workers=self.persistent)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_what_workers_that_outlive_an_epoch_do_not_see_is_told(
+    persistent: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, Shifts(persistent), reload_dataloaders_every_n_epochs=0)
+    text = told(capsys)
+    assert text.count("module.rows.epoch changes in training") == int(persistent)
+    assert text.count("With persistent_workers=False all see it") == int(persistent)
