@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.utils.data import (
@@ -995,3 +996,12 @@ def test_what_workers_that_outlive_an_epoch_do_not_see_is_told(
     text = told(capsys)
     assert text.count("module.rows.epoch changes in training") == int(persistent)
     assert text.count("With persistent_workers=False all see it") == int(persistent)
+
+
+def test_a_schedule_that_averaged_weights_bring_is_no_change_that_a_resume_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, Plain(), StochasticWeightAveraging(0.01, swa_epoch_start=1))
+    text = told(capsys)
+    assert "resumes from its last epoch's end" in text
+    assert "training has changed the schedules" not in text
