@@ -30,7 +30,9 @@ from torch.utils.data import (
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.loading import ExactLoading
+from unbroken.monitors import LogLastStep
 from unbroken.parts.held import held_by_users
+from unbroken.parts.trainer_settings import TrainerSettings
 from unbroken.parts.users_objects import UsersObjects
 from unbroken.storage.savable import made_plain
 
@@ -1005,3 +1007,23 @@ def test_a_schedule_that_averaged_weights_bring_is_no_change_that_a_resume_lacks
     text = told(capsys)
     assert "resumes from its last epoch's end" in text
     assert "training has changed the schedules" not in text
+
+
+def test_what_a_callback_of_the_library_changes_is_not_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    callback = LogLastStep()
+    trainer = trainer_of(Module(), callback)
+    part = begun(trainer)
+    callback._every = 50
+    saved(part, trainer)
+    assert told(capsys) == ""
+
+
+def test_how_often_is_logged_is_no_setting_that_training_changes() -> None:
+    part = TrainerSettings()
+    trainer = trainer_of(Plain(), LogLastStep())
+    part.fit_starts(trainer)
+    part.begin(trainer)
+    trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
+    assert part.take(trainer) == {}, "a callback of the library puts it back"

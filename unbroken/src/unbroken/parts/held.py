@@ -288,7 +288,9 @@ class _Look:
             name = f"callbacks.{kind}.{of_class[kind]}"
             of_class[kind] += 1
             # A callback keeps what its state_dict says, as Lightning has it.
-            is_silent = saves_itself(callback) or package_of(callback) == "unbroken"
+            # The library may lie beside the user's own code.
+            is_ours = type(callback).__module__.startswith("unbroken.")
+            is_silent = saves_itself(callback) or is_ours
             inside = Inside(keeps_attributes=False, told=NOTHING if is_silent else OF_CALLBACKS)
             places += self._attributes(name, callback, inside, 0)
         self._walk(places)

@@ -14,7 +14,7 @@ from unbroken.parts.part import Part
 # What Lightning asks the Trainer for at each batch, at each epoch, or where it makes loaders again
 OF_THE_TRAINER = (
     *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
-    *("check_val_every_n_epoch", "val_check_batch", "val_check_interval", "log_every_n_steps"),
+    *("check_val_every_n_epoch", "val_check_batch", "val_check_interval"),
     *("limit_train_batches", "limit_val_batches", "reload_dataloaders_every_n_epochs"),
 )
 # How long a training may be: the Trainer's names for them cannot be written.
