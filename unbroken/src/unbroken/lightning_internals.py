@@ -539,7 +539,8 @@ def validates_by_the_clock(trainer: Trainer) -> bool:
     Buys a line that says that a resume is not exact. Public way missing: the Trainer keeps no
     ``val_check_interval`` then.
     """
-    return getattr(trainer, "_val_check_time_interval", None) is not None
+    interval: float | None = trainer._val_check_time_interval  # type: ignore[attr-defined]
+    return interval is not None
 
 
 # Communication of gradients

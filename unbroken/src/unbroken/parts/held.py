@@ -305,7 +305,8 @@ class _Look:
             "val_dataloaders": trainer.val_dataloaders,
         }
         for name, loader in _loaders_in(found):
-            parts = ("dataset", "sampler")
+            # The last comes first: a sampler may hold the data set, too.
+            parts = ("sampler", "dataset")
             waiting = [(f"{name}.{part}", getattr(loader, part, None)) for part in parts]
             while waiting:
                 path, value = waiting.pop()

@@ -185,7 +185,7 @@ class PlainBuffers(Part):
         }
         self._persistent = {name for name, _ in module.named_buffers() if name not in left_out}
         tensors = [*module.named_parameters(), *module.named_buffers()]
-        self._versions = {name: version_of(each) for name, each in tensors if not is_lazy(each)}
+        self._versions = {name: version_of(each) for name, each in tensors if is_dense(each)}
 
     def take(self, trainer: Trainer) -> dict[str, Tensor | None]:
         module = trainer.lightning_module
