@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -1538,6 +1539,42 @@ def test_a_set_whose_samples_depend_on_what_was_fetched_before_is_said(
     # It was tried in another process.
     assert vars(dataset) == vars(make())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+class ReadsOn(Kept):
+    """Reads lines from a file and answers from a connection that it holds open. It seeks where it
+    is not at the place already.
+    """
+
+    def __init__(self, path: Path, connection: Any) -> None:
+        super().__init__()
+        path.write_bytes(bytes(range(12)))
+        self.file = path.open("rb", buffering=0)
+        self.connection = connection
+        self.place = 0
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.place != index:
+            self.file.seek(index)
+        self.place = index + 1
+        self.connection.send(b"?")
+        return torch.tensor([self.file.read(1)[0], self.connection.recv(1)[0]])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process is copied on Linux alone")
+def test_a_trial_moves_no_place_in_a_file_and_asks_no_connection(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = socket.create_connection(server.getsockname(), timeout=10)
+        answering, _ = server.accept()
+        # It would answer the trial as well.
+        answering.sendall(bytes(range(12)))
+        with connection, answering:
+            loading = ExactLoading(seed=0)
+            dataset = ReadsOn(tmp_path / "rows", connection)
+            loader = loading.exact(DataLoader(dataset, 4), rank_of(0, 1, True))
+            read = torch.cat(list(loader))
+            dataset.file.close()
+    assert read.tolist() == [[number, number] for number in range(12)]
 
 
 def test_a_stream_that_cannot_be_copied_is_said() -> None:

@@ -16,13 +16,23 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.loading import ExactLoading
+from unbroken.monitors import LogLastStep
 from unbroken.parts.held import held_by_users
+from unbroken.parts.trainer_settings import TrainerSettings
 from unbroken.parts.users_objects import UsersObjects
 from unbroken.storage.savable import made_plain
 
@@ -575,7 +585,7 @@ class Stages(LightningModule):
         return [optimizer], [{"scheduler": warm, "interval": "step"}]
 
 
-def trained(folder: Path, module: Any) -> Any:
+def trained(folder: Path, module: Any, *others: Callback, **options: Any) -> Any:
     """The module, trained for three epochs."""
     torch.manual_seed(0)
     random.seed(0)
@@ -583,14 +593,14 @@ def trained(folder: Path, module: Any) -> Any:
         for parameter in module.parameters():
             parameter.fill_(0.5)
     keep = ExactCheckpoint(folder, every="1")
+    settings = {"max_epochs": 3, "reload_dataloaders_every_n_epochs": 1, **options}
     trainer = Trainer(
-        max_epochs=3,
         accelerator="cpu",
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        reload_dataloaders_every_n_epochs=1,
-        callbacks=[keep],
+        callbacks=[*others, keep],
+        **settings,
     )
     trainer.fit(module, ckpt_path=keep.resume_from)
     return module
@@ -664,3 +674,356 @@ def test_a_stream_that_the_module_feeds_goes_on_from_what_the_memory_held(
     assert resumed.memory.seen == undisturbed.memory.seen
     for mine, theirs in itertools.zip_longest(resumed.parameters(), undisturbed.parameters()):
         assert torch.equal(mine, theirs)
+
+
+class Changes(Callback):
+    """Changes settings of the Trainer once, after its first epoch."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch:
+            return
+        for name, value in self.settings.items():
+            is_of_epochs = name == "max_epochs"
+            setattr(trainer.fit_loop if is_of_epochs else trainer, name, value)
+
+
+class Plain(LightningModule):
+    """Reads eight rows, two at a time, and is killed where it is asked to be."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__()
+        self.net = nn.Linear(1, 1)
+        self.killed_at = killed_at
+        self.batches = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if self.killed_at == self.batches:
+            raise Killed
+        self.batches += 1
+        return self.net(batch[0].to(self.dtype)).pow(2).mean()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.arange(8.0)[:, None] / 8), 2)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("killed_at", [5, 9, 13])
+def test_settings_of_the_trainer_that_training_has_changed_come_back(
+    killed_at: int, tmp_path: Path
+) -> None:
+    settings = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.01, "max_epochs": 4}
+    undisturbed = trained(tmp_path / "undisturbed", Plain(), Changes(**settings))
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", Plain(killed_at), Changes(**settings))
+    resumed = trained(tmp_path / "killed", Plain(), Changes(**settings))
+    assert undisturbed.batches == resumed.batches == 16
+    for mine, theirs in itertools.zip_longest(resumed.parameters(), undisturbed.parameters()):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_setting_of_the_trainer_that_is_typed_anew_wins_over_what_training_has_changed(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(Killed):
+        trained(tmp_path, Plain(9), Changes(accumulate_grad_batches=2, max_epochs=4))
+    resumed = trained(tmp_path, Plain(), max_epochs=5, accumulate_grad_batches=4)
+    assert resumed.trainer.max_epochs == 5
+    assert resumed.trainer.accumulate_grad_batches == 4
+
+
+class WithMasters(torch.optim.Optimizer):
+    """Keeps sums in 16 bits, and weights in 32, whatever the module has."""
+
+    def __init__(self, parameters: Any, rate: float) -> None:
+        super().__init__(parameters, {"lr": rate})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            master = state.setdefault("master", parameter.float())
+            sums = state.setdefault("sums", [torch.zeros_like(parameter, dtype=torch.bfloat16)])
+            sums[0].mul_(0.9).add_(parameter.grad.bfloat16())
+            master.add_(sums[0].float(), alpha=-self.param_groups[0]["lr"] / 3)
+            parameter.copy_(master)
+        return loss
+
+
+class Masters(Plain):
+    """Has such an optimizer."""
+
+    def configure_optimizers(self) -> Any:
+        return WithMasters(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_a_state_of_an_optimizer_keeps_the_type_it_was_saved_with(
+    precision: str, tmp_path: Path
+) -> None:
+    undisturbed = trained(tmp_path / "undisturbed", Masters(), precision=precision)
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", Masters(5), precision=precision)
+    resumed = trained(tmp_path / "killed", Masters(), precision=precision)
+    states = [each.optimizers().optimizer.state.values() for each in (resumed, undisturbed)]
+    for mine, theirs in zip(*states, strict=True):
+        assert mine["master"].dtype == torch.float32
+        assert mine["sums"][0].dtype == torch.bfloat16
+        assert torch.equal(mine["master"], theirs["master"])
+        assert torch.equal(mine["sums"][0], theirs["sums"][0])
+
+
+def test_a_state_of_an_optimizer_has_torchs_type_where_the_weights_have_another(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(Killed):
+        trained(tmp_path, Plain(5), precision="bf16-true")
+    resumed = trained(tmp_path, Plain(), precision="32-true")
+    for state in resumed.optimizers().optimizer.state.values():
+        assert state["momentum_buffer"].dtype == torch.float32
+
+
+def test_validations_by_the_clock_are_said_to_come_at_other_steps() -> None:
+    trainer = trainer_of(Plain())
+    assert not what_is_not_exact(trainer, ExactLoading())
+    clocked = Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        val_check_interval="00:00:01:00",
+    )
+    (line,) = what_is_not_exact(clocked, ExactLoading())
+    assert "validations come at other steps" in line
+
+
+class Adapter(Plain):
+    """Trains a layer behind a frozen network, and saves that layer alone."""
+
+    leaves_out: tuple[str, ...] = ("base",)
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.base = nn.BatchNorm1d(1).requires_grad_(False)
+        self.strict_loading = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step([self.base(batch[0])], batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        weights = checkpoint["state_dict"]
+        for name in [each for each in weights if each.startswith(self.leaves_out)]:
+            del weights[name]
+
+
+class SlimAdapter(Adapter):
+    """Does so by its state dict."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None: ...
+
+    def state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        weights: dict[str, Any] = super().state_dict(*arguments, **named)
+        return {name: each for name, each in weights.items() if not name.startswith("base")}
+
+
+@pytest.mark.parametrize("kind", [Adapter, SlimAdapter])
+def test_statistics_of_a_frozen_network_that_the_module_does_not_save_come_back(
+    kind: type[Adapter], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = trained(tmp_path / "undisturbed", kind())
+    assert "not be exact" not in told(capsys), "no parameter has changed"
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", kind(5))
+    resumed = trained(tmp_path / "killed", kind())
+    assert torch.equal(resumed.base.running_var, undisturbed.base.running_var)
+    assert resumed.base.num_batches_tracked == 12
+    assert torch.equal(resumed.net.weight, undisturbed.net.weight)
+
+
+def test_weights_that_are_trained_and_not_saved_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adapter, "leaves_out", ("net",))
+    trained(tmp_path, Adapter())
+    assert told(capsys).count("training changes net.bias and 1 more") == 1
+
+
+class Split(Plain):
+    """Trains on the rows of a split."""
+
+    def __init__(self, rows: list[int], killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.rows = rows
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Subset(TensorDataset(torch.arange(16.0)[:, None] / 16), self.rows), 2)
+
+
+class Cached(Dataset[Any]):
+    """Keeps what it has read."""
+
+    def __init__(self) -> None:
+        self.cache: list[Any] = [None] * 8
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        if self.cache[index] is None:
+            self.cache[index] = torch.tensor([index / 8])
+        return [self.cache[index]]
+
+
+class ReadsCached(Plain):
+    """Reads such a data set."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Cached(), 2)
+
+
+def test_a_split_that_is_another_one_at_a_resume_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Killed):
+        trained(tmp_path, Split([*range(8)], killed_at=5))
+    with pytest.raises(Killed):
+        trained(tmp_path, Split([*range(8)], killed_at=7))
+    assert "other samples" not in told(capsys)
+    trained(tmp_path, Split([*range(4, 12)]))
+    assert "Subset holds other samples than at the save" in told(capsys)
+
+
+def test_a_data_set_that_keeps_what_it_has_read_holds_no_other_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for killed_at in (2, 5, 7):
+        with pytest.raises(Killed):
+            trained(tmp_path, ReadsCached(killed_at))
+    trained(tmp_path, ReadsCached())
+    assert "other samples" not in told(capsys)
+
+
+class Mining(Plain):
+    """Draws the last rows more often after each epoch."""
+
+    def on_train_epoch_end(self) -> None:
+        sampler = self.trainer.train_dataloader.sampler
+        sampler.weights = sampler.weights * torch.arange(1.0, 9.0)
+
+    def train_dataloader(self) -> Any:
+        rows = TensorDataset(torch.arange(8.0)[:, None] / 8)
+        return DataLoader(rows, 2, sampler=self.made_sampler())
+
+    def made_sampler(self) -> Any:
+        return WeightedRandomSampler(torch.ones(8), 8)
+
+
+class Weights(WeightedRandomSampler):
+    """Says what it keeps."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+
+
+class MiningWithAState(Mining):
+    """Does what the line advises."""
+
+    def made_sampler(self) -> Any:
+        return Weights(torch.ones(8), 8)
+
+
+class MiningThatSaves(Mining):
+    """Saves the weights itself."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mine"] = self.trainer.train_dataloader.sampler.weights
+
+
+def test_a_sampler_whose_weights_training_changes_is_told_with_what_helps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"reload_dataloaders_every_n_epochs": 0}
+    trained(tmp_path / "told", Mining(), **options)
+    assert told(capsys).count("train_dataloader.sampler.weights, which changes in training") == 1
+    undisturbed = trained(tmp_path / "undisturbed", MiningWithAState(), **options)
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", MiningWithAState(6), **options)
+    resumed = trained(tmp_path / "killed", MiningWithAState(), **options)
+    assert torch.equal(resumed.net.weight, undisturbed.net.weight)
+    trained(tmp_path / "saves", MiningThatSaves(), **options)
+    assert "sampler" not in told(capsys)
+
+
+class Shifted(Dataset[Any]):
+    """Adds the epoch to each row."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return [torch.tensor([index / 8 + self.epoch])]
+
+
+class Shifts(Plain):
+    """Tells such a data set the epoch."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.rows = Shifted()
+        self.persistent = persistent
+
+    def on_train_epoch_start(self) -> None:
+        self.rows.epoch = self.current_epoch
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.rows, 2, num_workers=1, persistent_workers=self.persistent)
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_what_workers_that_outlive_an_epoch_do_not_see_is_told(
+    persistent: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, Shifts(persistent), reload_dataloaders_every_n_epochs=0)
+    text = told(capsys)
+    assert text.count("module.rows.epoch changes in training") == int(persistent)
+    assert text.count("With persistent_workers=False all see it") == int(persistent)
+
+
+def test_a_schedule_that_averaged_weights_bring_is_no_change_that_a_resume_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, Plain(), StochasticWeightAveraging(0.01, swa_epoch_start=1))
+    text = told(capsys)
+    assert "resumes from its last epoch's end" in text
+    assert "training has changed the schedules" not in text
+
+
+def test_what_a_callback_of_the_library_changes_is_not_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    callback = LogLastStep()
+    trainer = trainer_of(Module(), callback)
+    part = begun(trainer)
+    callback._every = 50
+    saved(part, trainer)
+    assert told(capsys) == ""
+
+
+def test_how_often_is_logged_is_no_setting_that_training_changes() -> None:
+    part = TrainerSettings()
+    trainer = trainer_of(Plain(), LogLastStep())
+    part.fit_starts(trainer)
+    part.begin(trainer)
+    trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
+    assert part.take(trainer) == {}, "a callback of the library puts it back"

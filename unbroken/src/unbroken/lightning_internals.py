@@ -543,6 +543,19 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor._version
 
 
+# Validations by the clock
+
+
+def validates_by_the_clock(trainer: Trainer) -> bool:
+    """Whether ``val_check_interval`` is a time.
+
+    Buys a line that says that a resume is not exact. Public way missing: the Trainer keeps no
+    ``val_check_interval`` then.
+    """
+    interval: float | None = trainer._val_check_time_interval  # type: ignore[attr-defined]
+    return interval is not None
+
+
 # Communication of gradients
 
 

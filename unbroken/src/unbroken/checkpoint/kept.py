@@ -13,7 +13,7 @@ from unbroken.loading import ExactLoading
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
-from unbroken.parts.loaders import BatchSizes, LoaderPositions
+from unbroken.parts.loaders import BatchSizes, DataSets, LoaderPositions
 from unbroken.parts.loops import EarlyStop, SavePoint, ValidatedBatches, WasValidated
 from unbroken.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
 from unbroken.parts.module import (
@@ -23,10 +23,13 @@ from unbroken.parts.module import (
     PlainBuffers,
     Switches,
     UntrackedStatistics,
+    saves_its_own_way,
 )
 from unbroken.parts.part import Part
+from unbroken.parts.trainer_settings import TrainerSettings
 from unbroken.parts.users_objects import UsersObjects
-from unbroken.stopping.ranks import of_all_ranks
+from unbroken.stopping.ranks import of_all_ranks, say
+from unbroken.storage.contents import record_in
 
 
 class KeptParts:
@@ -51,10 +54,12 @@ class KeptParts:
         self.bits_in_memory = BitsInMemory()
         self.hyperparameters = StartingHyperparameters()
         self.buffers = PlainBuffers()
+        self.settings = TrainerSettings()
         self.objects = UsersObjects(undeclared)
         self.was_validated = WasValidated()
         self._loading = loading
         self._positions = LoaderPositions(loading)
+        self.data_sets = DataSets(loading)
         # In the order in which they are taken and given back.
         self.all: list[Part] = [
             # A module's own sums come first: to ask for them may add uncounted batches to its
@@ -68,12 +73,14 @@ class KeptParts:
             followed,
             self._positions,
             BatchSizes(self._positions),
+            self.data_sets,
             self.buffers,
             Gradients(),
             FrozenParameters(),
             EvalModes(),
             UntrackedStatistics(),
             self.hyperparameters,
+            self.settings,
             EarlyStop(),
             self.objects,
             self.open_window,
@@ -87,6 +94,7 @@ class KeptParts:
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """Note what this start has made, before a checkpoint's states come."""
         self.hyperparameters.begin(trainer)
+        self.settings.fit_starts(trainer)
         self.buffers.begin(module)
         self.objects.fit_starts(trainer)
         for part in self.all:
@@ -137,6 +145,25 @@ class KeptParts:
             "seeds": [list(each) for each in loading.seeds],
             **snapshot.shared,
         }
+
+    def add_left_out(
+        self, trainer: Trainer, snapshot: Snapshot, checkpoint: dict[str, Any]
+    ) -> None:
+        """Add to a checkpoint what the user's own hooks have left out of its weights. It is the
+        same on all ranks, as other weights are.
+        """
+        module = trainer.lightning_module
+        is_cut = trainer.strategy.restore_checkpoint_after_setup
+        if is_cut or not saves_its_own_way(module):
+            return
+        buffers, lines = self.buffers.left_out_by_users(module, checkpoint["state_dict"])
+        say(*lines)
+        # Those of the moment of the snapshot count.
+        before = snapshot.entries.get("state_dict", {})
+        for rank in record_in(checkpoint)["state"]["ranks"]:
+            mine = rank[self.buffers.name]
+            for name, value in buffers.items():
+                mine.setdefault(name, before.get(name, value))
 
     def _tell_loaders(self, trainer: Trainer, place: SavePoint) -> None:
         """Tell the loaders whether this epoch's training is done: their next batch is then of the

@@ -57,6 +57,11 @@ def what_is_not_exact(trainer: Trainer, loading: ExactLoading) -> list[str]:
     if every > 1:
         what = "with --reload_dataloaders_every_n_epochs above 1"
         notes.append(f"a resume is not exact {what}: it counts anew.")
+    if lightning_internals.validates_by_the_clock(trainer):
+        notes.append(
+            "a resume is not exact with a time as --val_check_interval: validations come at other"
+            " steps at every start."
+        )
     return notes
 
 

@@ -66,6 +66,7 @@ from unbroken.loading.seeding import Seeds
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import apply_changes
 from unbroken.parts.module import give_plain_buffers
+from unbroken.parts.state_types import StateTypes
 from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.storage.contents import CHOSEN, record_in
 from unbroken.storage.usable import can_start_from, replace_damaged_last, usable_best
@@ -119,6 +120,7 @@ class Restoring:
         # None: nothing is left to give back.
         self._resume: Resume | None = None
         self._before_hooks: list[Noted] = []
+        self._state_types: StateTypes | None = None
         self._batches_validated_before: dict[int, int] = {}
         # The Trainer's own number, while it is 0 because the run is a resumed one.
         self._sanity_steps: float | None = None
@@ -166,6 +168,7 @@ class Restoring:
         warnings.filterwarnings("ignore", advice)
         resume = Resume.of(checkpoint, trainer, self._changed)
         self._resume = resume
+        self._state_types = StateTypes(checkpoint["state_dict"])
         if len(resume.ranks) == trainer.world_size:
             self._note_other_threads(trainer, saved.get(CHOSEN, {}).get("threads"))
         # Lightning's sanity check calls the hooks of a validation. The run that was killed has had
@@ -235,6 +238,10 @@ class Restoring:
             lightning_internals.average_what_setup_has_made(trainer, is_loaded=False)
         if self._resume is None:
             return
+        if self._state_types is not None:
+            self._state_types.begin(trainer)
+        settings = self._kept.settings
+        settings.give_back_early(trainer, self._resume.shared.get(settings.name, {}))
         if self._resume.is_behind_last_step:
             self._steps_more = 1
             trainer.fit_loop.epoch_loop.max_steps += 1
@@ -268,6 +275,8 @@ class Restoring:
         """Put every part back. What the hooks of the start do must change nothing of it."""
         resume = self._resume
         self._kept.objects.begin(trainer)
+        self._kept.settings.begin(trainer)
+        self._kept.data_sets.begin()
         if resume is not None:
             self._enter_epoch(trainer, resume)
         if not self._loading.read_early:
@@ -309,7 +318,22 @@ class Restoring:
         # Files are changed last: what cannot be restored is refused before.
         self._set_aside_unusable_best(trainer)
         resume.give_back(trainer, [part for part in kept.all if part.has_a_file])
+        self._compare_data(trainer, resume)
         self._compare_bits(trainer, resume)
+
+    def _compare_data(self, trainer: Trainer, resume: Resume) -> None:
+        """Say so where data sets hold other samples than at the save."""
+        data_sets = self._kept.data_sets
+        saved = resume.mine(trainer).get(data_sets.name)
+        if saved is None:
+            return
+        of_ranks = of_all_ranks(data_sets.others(saved))
+        for name in dict.fromkeys(name for names in of_ranks for name in names):
+            self._lines.append(
+                f"the resume is not exact: {name} holds other samples than at the save. If they are"
+                " split at random, samples of the validation are now trained on. Give the split a"
+                " seed, as by generator=torch.Generator().manual_seed(0)."
+            )
 
     def _compare_bits(self, trainer: Trainer, resume: Resume) -> None:
         """Say so where weights or optimizers in memory are not what they were at the save.
@@ -424,7 +448,9 @@ class Restoring:
             replace_damaged_last(files.last, files.best)
 
     def put_back(self, trainer: Trainer) -> None:
-        """Give the Trainer its own numbers again."""
+        """Give the Trainer its own numbers again, and leave its optimizers alone."""
+        if self._state_types is not None:
+            self._state_types.end()
         self._take_step_off(trainer)
         if self._sanity_steps is not None:
             trainer.num_sanity_val_steps = self._sanity_steps

@@ -243,7 +243,7 @@ class Saving:
             also=files.last if wish.is_best and wish.can_go_on else None,
             group=self._ending.group,
             add_state=partial(self._put_state_into, trainer, wish),
-            flush=self._kept.flush,
+            finish=partial(self._finish, trainer, wish),
             when_saved=partial(self._note_saved, step),
         )
         self._last_save = time.monotonic()
@@ -274,6 +274,13 @@ class Saving:
         record["can_go_on"] = wish.can_go_on
         record.setdefault("versions", {})[other_version.NAME] = __version__
         return record
+
+    def _finish(self, trainer: Trainer, wish: Wish, checkpoint: dict[str, Any]) -> None:
+        """Add what the user's own hooks have left out, and bring to the disk what the state refers
+        to.
+        """
+        self._kept.add_left_out(trainer, wish.snapshot, checkpoint)
+        self._kept.flush()
 
     def add_choices(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Put what the run chose by itself into a checkpoint, also into one that another callback

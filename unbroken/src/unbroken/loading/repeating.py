@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import copy
 import multiprocessing
+import os
+import stat
 import sys
 import warnings
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from itertools import islice
+from socket import AF_INET, AF_INET6, socket
 from typing import Any
 
 import torch
@@ -47,7 +52,7 @@ def gives_others_when_asked_again(loader: ExactLoader) -> bool:
         num_workers=1,
         timeout=PATIENCE_SECONDS,
         multiprocessing_context=multiprocessing.get_context("fork"),
-        worker_init_fn=partial(prepare_worker, further=loader.worker_init_fn),
+        worker_init_fn=partial(_prepare_copy, further=loader.worker_init_fn),
         generator=torch.Generator().manual_seed(0),
     )
     try:
@@ -58,6 +63,48 @@ def gives_others_when_asked_again(loader: ExactLoader) -> bool:
     except Exception:
         return False
     return not repeats
+
+
+def _prepare_copy(worker: int, further: Callable[[int], Any] | None) -> None:
+    """Let the copy of the process disturb nothing here, and prepare it as a worker."""
+    let_go_of_shared_places()
+    prepare_worker(worker, further)
+
+
+def let_go_of_shared_places() -> None:
+    """Let a process that is a copy have places of its own in the files that it reads, and no
+    connection.
+
+    Both are shared with the process that it is a copy of: what one reads of a file or an encrypted
+    connection, the other misses. Who asks a connection here gets an error.
+    """
+    # No process is copied where Python has no such module.
+    from fcntl import F_GETFL, fcntl
+
+    for name in os.listdir("/proc/self/fd"):
+        number = int(name)
+        # What lists the folder is closed by now; some files may not be opened again.
+        with suppress(OSError):
+            kind = os.fstat(number).st_mode
+            if stat.S_ISREG(kind) and fcntl(number, F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+                place = os.lseek(number, 0, os.SEEK_CUR)
+                own = os.open(f"/proc/self/fd/{number}", os.O_RDONLY)
+                os.lseek(own, place, os.SEEK_SET)
+                _put_in_place_of(number, own)
+            elif stat.S_ISSOCK(kind) and _is_to_another_machine(number):
+                with socket() as unconnected:
+                    _put_in_place_of(number, unconnected.detach())
+
+
+def _put_in_place_of(number: int, other: int) -> None:
+    os.dup2(other, number, inheritable=os.get_inheritable(number))
+    os.close(other)
+
+
+def _is_to_another_machine(number: int) -> bool:
+    """Whether a socket is no pipe between processes of this machine."""
+    with socket(fileno=os.dup(number)) as copied:
+        return copied.family in (AF_INET, AF_INET6)
 
 
 def _is_known_to_repeat(loader: ExactLoader) -> bool:

@@ -33,8 +33,9 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torchmetrics import Metric
+from unbroken import contract
 from unbroken.holding import walk
 from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF_DATA
 from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
@@ -103,11 +104,14 @@ class Told(NamedTuple):
         since_epoch: Whether a change counts from an epoch's first batch on. What hooks of an
             epoch's start set, a resumed run sets again. Else it counts from the training's start.
         advice: What the line says at its end.
+        since_workers: Whether a change counts from the first epoch's first batch on: a loader's
+            workers have begun by then, and outlive the epoch.
     """
 
     kinds: tuple[type, ...]
     since_epoch: bool = False
     advice: str = ""
+    since_workers: bool = False
 
 
 class Unkept(NamedTuple):
@@ -177,6 +181,20 @@ OF_DATA = Told(
     since_epoch=True,
     advice="Let a sample be a function of its key and the epoch alone.",
 )
+# Numbers of a data set that the workers of a loader have a copy of for the whole run.
+OF_WORKERS = Told(
+    (*NUMBERS, Length),
+    since_workers=True,
+    advice=(
+        "Workers that outlive an epoch do not see the change, and those of a resumed run do. With"
+        " persistent_workers=False all see it."
+    ),
+)
+OF_SAMPLERS = Told(
+    OF_CALLBACKS.kinds,
+    since_epoch=True,
+    advice="Give the sampler a state_dict and a load_state_dict, or a set_epoch that sets it.",
+)
 
 
 class Inside(NamedTuple):
@@ -227,6 +245,9 @@ class _Look:
         self.seen_to |= {id(each) for _, each in self.named}
         self.optimizer_states = {id(each.state) for each in trainer.optimizers}
         self.read = _read_by(trainer)
+        self.read_by_workers = _read_by_workers_that_stay(trainer)
+        # Whoever makes a sampler may save what he puts into it.
+        self.is_sampler_saved = any(map(saves_itself, (module, data)))
 
     # Where the walk begins
 
@@ -274,24 +295,26 @@ class _Look:
         self._walk(places)
 
     def data_sets(self) -> None:
-        """Numbers of those that nobody holds but a loader, and of data sets in them. Nothing of
-        them is kept: their generators are seeded for each batch.
+        """Numbers of those that nobody holds but a loader, of data sets in them, and of samplers.
+        Nothing of them is kept: their generators are seeded for each batch.
         """
         trainer = self.trainer
         found = {
             "train_dataloader": trainer.train_dataloader,
             "val_dataloaders": trainer.val_dataloaders,
         }
-        inside = Inside(told=OF_DATA)
         for name, loader in _loaders_in(found):
-            waiting = [(f"{name}.dataset", getattr(loader, "dataset", None))]
+            # The last comes first: a sampler may hold the data set, too.
+            parts = ("sampler", "dataset")
+            waiting = [(f"{name}.{part}", getattr(loader, part, None)) for part in parts]
             while waiting:
                 path, value = waiting.pop()
-                if not is_asked_by_key(value) or id(value) in self.seen:
+                told = self._told_of_data(value)
+                if told is NOTHING or id(value) in self.seen:
                     continue
                 self.seen[id(value)] = Place(path, value)
                 for attribute, each in walk.attributes_of(value):
-                    self._tell(f"{path}.{attribute}", each, inside)
+                    self._tell(f"{path}.{attribute}", each, Inside(told=told))
                     waiting.append((f"{path}.{attribute}", each))
 
     # How it goes on
@@ -433,10 +456,18 @@ class _Look:
             self._tell(f"{name}.length", Length(length), within)
         within = inside._replace(
             keeps_attributes=False,
-            told=OF_DATA if is_read and is_asked_by_key(value) else NOTHING,
+            told=self._told_of_data(value) if is_read else NOTHING,
             keeps_states=inside.keeps_states and not is_read,
         )
         return self._attributes(name, value, within, depth)
+
+    def _told_of_data(self, value: Any) -> Told:
+        """What is told of a data set or a sampler that the Trainer reads."""
+        if is_without_a_state(value):
+            return NOTHING if self.is_sampler_saved else OF_SAMPLERS
+        if not is_asked_by_key(value):
+            return NOTHING
+        return OF_WORKERS if id(value) in self.read_by_workers else OF_DATA
 
     def _declared(self, place: Place) -> list[Place]:
         """An object with a state. It speaks for all that it holds, its generators apart."""
@@ -529,6 +560,29 @@ def _read_by(trainer: Trainer) -> set[int]:
                 if isinstance(each, list | tuple) and len(each) <= LONGEST:
                     waiting += [part for part in each if isinstance(part, Dataset)]
     return found
+
+
+def _read_by_workers_that_stay(trainer: Trainer) -> set[int]:
+    """The data sets of loaders whose workers outlive an epoch, with the data sets in them, by
+    id.
+    """
+    found: set[int] = set()
+    for _, loader in _loaders_in([trainer.train_dataloader, trainer.val_dataloaders]):
+        stays = getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0)
+        waiting = [getattr(loader, "dataset", None)] if stays else []
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, Dataset) and id(value) not in found:
+                found.add(id(value))
+                waiting += [each for _, each in walk.attributes_of(value)]
+    return found
+
+
+def is_without_a_state(value: Any) -> bool:
+    """Whether a value is a sampler whose attributes nobody keeps. How batches are cut is kept."""
+    if not isinstance(value, Sampler) or type(value) is BatchSampler:
+        return False
+    return not has_state(value) and not isinstance(value, contract.OrdersByEpoch)
 
 
 def is_asked_by_key(value: Any) -> bool:

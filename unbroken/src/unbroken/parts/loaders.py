@@ -4,6 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from unbroken.loading import ExactLoading
+from unbroken.loading.held_data import outline_of_samples
 from unbroken.parts.part import Part
 
 
@@ -52,3 +53,42 @@ class BatchSizes(Part):
 
     def give_back(self, trainer: Trainer, value: list[dict[str, Any]]) -> None:
         """The loaders have been told before."""
+
+
+class DataSets(Part):
+    """What the training's data sets hold, as far as it is seen without asking for a sample: as
+    training began, and now.
+
+    A split that is drawn anew at each start trains on what was held out before.
+    """
+
+    name = "data_sets"
+    changes_in_validation = False
+
+    def __init__(self, loading: ExactLoading) -> None:
+        self.loading = loading
+        self._begun: list[Any] = []
+
+    def begin(self) -> None:
+        """Note what is there as training starts."""
+        self._begun = self._look()
+
+    def take(self, trainer: Trainer) -> dict[str, Any]:
+        return {"begun": self._begun, "now": self._look()}
+
+    def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
+        """The user's code makes them. See :meth:`others`."""
+
+    def others(self, saved: dict[str, Any]) -> list[str]:
+        """The names of data sets with other samples than at the save, and than at the start before
+        it: those that training changes, such as a cache, begin as they did then.
+        """
+        found: list[str] = []
+        for begun, before, now in zip(saved["begun"], saved["now"], self._begun, strict=False):
+            is_as_long = begun[:-1] == before[:-1] == now[:-1]
+            if is_as_long and now not in (begun, before):
+                found.append(now[0])
+        return found
+
+    def _look(self) -> list[Any]:
+        return [outline_of_samples(passes.loader) for passes in self.loading.training]

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from unbroken import lightning_internals
+from unbroken.lightning_internals import version_of
 from unbroken.parts.part import Part
 from unbroken.tensors.same_values import is_same
 
@@ -23,6 +24,9 @@ SPARSE = (
     torch.sparse_bsr,
     torch.sparse_bsc,
 )
+# A buffer that the user's code leaves out of checkpoints is kept, if it is no larger: to look
+# whether a layer has changed its statistics would cost as much.
+ALWAYS_KEPT_BYTES = 2**20
 
 
 class Gradients(Part):
@@ -169,6 +173,8 @@ class PlainBuffers(Part):
     def __init__(self) -> None:
         self.fresh: dict[str, Tensor | None] = {}
         self._persistent: set[str] = set()
+        self._versions: dict[str, tuple[int, int]] = {}
+        self._told: set[str] = set()
 
     def begin(self, module: LightningModule) -> None:
         """Note the buffers as the module has made them."""
@@ -178,6 +184,8 @@ class PlainBuffers(Part):
             for name, buffer in left_out.items()
         }
         self._persistent = {name for name, _ in module.named_buffers() if name not in left_out}
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        self._versions = {name: version_of(each) for name, each in tensors if is_dense(each)}
 
     def take(self, trainer: Trainer) -> dict[str, Tensor | None]:
         module = trainer.lightning_module
@@ -192,10 +200,57 @@ class PlainBuffers(Part):
                 changed[name] = buffer.detach().cpu()
         return changed
 
+    def left_out_by_users(
+        self, module: LightningModule, weights: Mapping[str, Any]
+    ) -> tuple[dict[str, Tensor], list[str]]:
+        """What the module's own ``state_dict`` or ``on_save_checkpoint`` leaves out, such as a
+        frozen network.
+
+        Args:
+            module: No strategy has cut it.
+            weights: Those that are saved.
+
+        Returns:
+            The buffers, such as the statistics of batch norms: they change in a frozen network,
+            too. A large one is among them if it has changed. And a line for parameters that have
+            changed: to keep them would be against the user's wish.
+        """
+        own = nn.Module.state_dict(module)
+        names = [name for name, each in own.items() if name not in weights and is_dense(each)]
+        parameters = dict(module.named_parameters())
+        changed = {name for name in names if self._versions.get(name) != version_of(own[name])}
+        buffers = {
+            name: own[name].detach().cpu().clone()
+            for name in names
+            if name not in parameters
+            if name in changed or own[name].nbytes <= ALWAYS_KEPT_BYTES
+        }
+        to_tell = sorted((changed & parameters.keys()) - self._told)
+        self._told |= set(to_tell)
+        if not to_tell:
+            return buffers, []
+        more = f" and {len(to_tell) - 1} more" if len(to_tell) > 1 else ""
+        line = (
+            f"a resume may not be exact: training changes {to_tell[0]}{more}, and the module's"
+            " state_dict or on_save_checkpoint leaves that out of checkpoints."
+        )
+        return buffers, [line]
+
     def give_back(self, trainer: Trainer, value: dict[str, Tensor | None]) -> None:
         # The module has got these from the checkpoint alone, before it was begun with.
         self._persistent -= value.keys()
         give_plain_buffers(trainer.lightning_module, value)
+
+
+def saves_its_own_way(module: LightningModule) -> bool:
+    """Whether a module says itself which weights are saved."""
+    hooks = ("state_dict", "on_save_checkpoint")
+    return any(is_overridden(hook, module) for hook in hooks)
+
+
+def is_dense(value: Any) -> bool:
+    """Whether a value of a state dict is a dense tensor that has its size."""
+    return isinstance(value, Tensor) and not is_lazy(value) and value.layout == torch.strided
 
 
 def plain_buffers(module: nn.Module) -> dict[str, Tensor | None]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
 from unbroken.parts.held import Held
@@ -144,5 +144,8 @@ def in_words(optimizers: list[Any]) -> str:
 
 
 def names_of_schedules(trainer: Trainer) -> list[str]:
-    """The class of each schedule."""
+    """The class of each schedule. StochasticWeightAveraging makes its own again at a resume."""
+    everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    if any(isinstance(each, StochasticWeightAveraging) for each in everyone):
+        return []
     return [type(config.scheduler).__name__ for config in trainer.lr_scheduler_configs]

@@ -98,7 +98,7 @@ class RunFiles:
         also: Path | None,
         group: Any,
         add_state: Callable[[dict[str, Any]], dict[str, Any]],
-        flush: Callable[[], None],
+        finish: Callable[[dict[str, Any]], None],
         when_saved: Callable[[], None],
     ) -> None:
         """Save the state that the Trainer has now. Every rank calls it; rank zero writes.
@@ -115,8 +115,8 @@ class RunFiles:
             group: The ranks' group in CPU memory.
             add_state: Puts what a resume needs into Lightning's checkpoint; returns the library's
                 entry of it.
-            flush: Called on rank zero before anything is written: it brings to the disk what the
-                state refers to. NotWritten: then the checkpoint is not written, either.
+            finish: Called on rank zero with the checkpoint as the user's own hooks have left it,
+                before it is written. NotWritten: then it is not written.
             when_saved: Called on rank zero when the files are on the disk.
 
         Raises:
@@ -131,7 +131,7 @@ class RunFiles:
         try:
             checkpoint = one_save.make(target)
             if checkpoint is not None:
-                flush()
+                finish(checkpoint)
                 io.make_plain(checkpoint, restored_by_lightning(trainer))
                 self._begin_to_write(job, one_save.private, checkpoint)
         except NotWritten as error:

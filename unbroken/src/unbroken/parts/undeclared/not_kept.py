@@ -31,6 +31,8 @@ class NotKept:
         self._fresh: dict[str, Any] = {}
         self._there: set[str] = set()
         self._told: set[str] = set()
+        # What workers that outlive an epoch have begun with.
+        self._begun_with: set[str] = set()
         # The packages that something told is of.
         self.packages: set[str] = set()
 
@@ -40,9 +42,14 @@ class NotKept:
         self._there = made_by_users(held)
 
     def epoch_begins(self, held: Held) -> None:
-        """Note again what an epoch's start may set: a resumed run sets it, too."""
+        """Note again what an epoch's start may set: a resumed run sets it, too. And note what
+        workers that outlive an epoch begin with.
+        """
         for name, each in held.unkept.items():
-            if each.told.since_epoch:
+            begins = each.told.since_workers and name not in self._begun_with
+            if begins:
+                self._begun_with.add(name)
+            if each.told.since_epoch or begins:
                 self._fresh[name] = evidence_of(each.value)
 
     def lines(self, held: Held) -> list[str]:

@@ -1,0 +1,119 @@
+"""Settings of the Trainer that training changes: a callback may accumulate more batches once the
+loss stalls, clip harder, or let a run take one epoch more.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from unbroken.parts.part import Part
+
+# What Lightning asks the Trainer for at each batch, at each epoch, or where it makes loaders again
+OF_THE_TRAINER = (
+    *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
+    *("check_val_every_n_epoch", "val_check_batch", "val_check_interval"),
+    *("limit_train_batches", "limit_val_batches", "reload_dataloaders_every_n_epochs"),
+)
+# How long a training may be: the Trainer's names for them cannot be written.
+OF_EPOCHS = ("max_epochs", "min_epochs")
+OF_STEPS = ("max_steps", "min_steps")
+LIMITS = (*OF_EPOCHS, *OF_STEPS)
+
+
+class Change(NamedTuple):
+    """A setting that training has changed.
+
+    Attributes:
+        typed: As the Trainer was made.
+        begun: As the hooks of the start have left it.
+        now: As it is now.
+    """
+
+    typed: Any
+    begun: Any
+    now: Any
+
+
+class TrainerSettings(Part):
+    """Settings of the Trainer that have changed since training began.
+
+    What the user types now, or a hook of the start sets now, wins: a setting is given back only
+    where this start has found what the other one had.
+    """
+
+    name = "trainer"
+    of_each_rank = False
+
+    def __init__(self) -> None:
+        self._typed: dict[str, Any] = {}
+        self._begun: dict[str, Any] = {}
+        # The limits that were given back before loops ask for them.
+        self._early: dict[str, Any] = {}
+
+    def fit_starts(self, trainer: Trainer) -> None:
+        """Note the settings before the hooks of the start."""
+        self._typed = settings_of(trainer)
+
+    def give_back_early(self, trainer: Trainer, value: dict[str, Any]) -> None:
+        """Give back how long the training may be: a loop asks before training starts whether
+        anything is left.
+        """
+        for name, change in changes_in(value).items():
+            is_untouched = change.typed == change.begun == self._typed.get(name)
+            if name in LIMITS and is_untouched:
+                set_one(trainer, name, change.now)
+                self._early[name] = change.now
+
+    def begin(self, trainer: Trainer) -> None:
+        """Note the settings after the hooks of the start."""
+        self._begun = settings_of(trainer)
+        for name, given in self._early.items():
+            if self._begun[name] == given:
+                self._begun[name] = self._typed[name]
+
+    def take(self, trainer: Trainer) -> dict[str, list[Any]]:
+        changed: dict[str, list[Any]] = {}
+        for name, now in settings_of(trainer).items():
+            begun = self._begun.get(name, now)
+            if now != begun:
+                changed[name] = list(Change(self._typed.get(name), begun, now))
+        return changed
+
+    def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
+        for name, change in changes_in(value).items():
+            if self._begun.get(name) == change.begun:
+                set_one(trainer, name, change.now)
+
+
+def changes_in(value: dict[str, Any]) -> dict[str, Change]:
+    """What a checkpoint holds, of the settings that are known."""
+    known = (*OF_THE_TRAINER, *LIMITS)
+    return {name: Change(*each) for name, each in value.items() if name in known}
+
+
+def settings_of(trainer: Trainer) -> dict[str, Any]:
+    """The settings as they are now, as plain values."""
+    everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    settings = {name: getattr(trainer, name, None) for name in OF_THE_TRAINER}
+    if any(isinstance(callback, GradientAccumulationScheduler) for callback in everyone):
+        # It is a function of the epoch.
+        del settings["accumulate_grad_batches"]
+    settings |= {name: getattr(loop_of(trainer, name), name) for name in LIMITS}
+    return {
+        name: value.value if isinstance(value, Enum) else value for name, value in settings.items()
+    }
+
+
+def set_one(trainer: Trainer, name: str, value: Any) -> None:
+    """Set one of them."""
+    setattr(loop_of(trainer, name), name, value)
+
+
+def loop_of(trainer: Trainer, name: str) -> Any:
+    """What keeps a setting: one of the loops, or the Trainer itself."""
+    if name in OF_EPOCHS:
+        return trainer.fit_loop
+    return trainer.fit_loop.epoch_loop if name in OF_STEPS else trainer
