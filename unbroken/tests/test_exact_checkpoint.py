@@ -373,6 +373,33 @@ def test_steps_that_end_a_run_inside_an_epoch_leave_the_rest_of_it_to_a_longer_r
     assert_same_end(Path("undisturbed"), Path("longer"))
 
 
+class StopsAfter(Callback):
+    """Stops the run inside the validation behind a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_run_that_is_stopped_twice_in_its_last_validation_ends_as_if_it_were_not(
+    workplace: Path,
+) -> None:
+    flags = {"epochs": -1, "max_steps": 6, "val_check_interval": 3}
+    fit("undisturbed", **flags)
+    for _ in range(2):
+        with pytest.raises(Stopped):
+            fit("stopped", StopsAfter(6), **flags)
+    fit("stopped", **flags)
+    assert_same_end(Path("undisturbed"), Path("stopped"))
+    longer = {**flags, "max_steps": 9}
+    fit("undisturbed", **longer)
+    fit("stopped", **longer)
+    assert_same_end(Path("undisturbed"), Path("stopped"))
+
+
 class Halves(Regression):
     """Lowers its rate as each epoch begins, and empties the optimizer's state."""
 

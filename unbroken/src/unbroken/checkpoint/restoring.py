@@ -23,8 +23,8 @@ Why a run that is resumed inside an epoch is the run that was not stopped:
 
 Where a run was stopped in the validation behind its last step, ``max_steps`` is reached, and
 Lightning would enter no epoch. So ``max_steps`` is one step more until that validation is over
-(``Restoring._take_step_off``). A run that turns out to want no validation ends the epoch before a
-batch.
+(:meth:`TrainerSettings.add_step`). A run that turns out to want no validation ends the epoch before
+a batch.
 """
 
 from __future__ import annotations
@@ -124,8 +124,6 @@ class Restoring:
         self._batches_validated_before: dict[int, int] = {}
         # The Trainer's own number, while it is 0 because the run is a resumed one.
         self._sanity_steps: float | None = None
-        # By how many ``max_steps`` is more than the user's.
-        self._steps_more = 0
 
     @property
     def is_under_way(self) -> bool:
@@ -243,8 +241,7 @@ class Restoring:
         settings = self._kept.settings
         settings.give_back_early(trainer, self._resume.shared.get(settings.name, {}))
         if self._resume.is_behind_last_step:
-            self._steps_more = 1
-            trainer.fit_loop.epoch_loop.max_steps += 1
+            self._kept.settings.add_step(trainer)
         if uses_hooks(trainer) and not trainer.strategy.restore_checkpoint_after_setup:
             self._note_loaded(trainer)
 
@@ -396,7 +393,7 @@ class Restoring:
     @property
     def wants_no_batch(self) -> bool:
         """Whether the run went on only for a validation, and has none to do any more."""
-        return self._steps_more > 0
+        return self._kept.settings.steps_more > 0
 
     def batch_ends(self) -> None:
         """The first batch is done: nothing is left to give back."""
@@ -406,7 +403,7 @@ class Restoring:
         """Let the next epoch begin like any other, also after one in whose last validation the run
         was resumed.
         """
-        self._take_step_off(trainer)
+        self._kept.settings.take_step_off(trainer)
         self._resume = None
         lightning_internals.end_restart(trainer)
 
@@ -417,12 +414,7 @@ class Restoring:
     def validation_is_over(self, trainer: Trainer) -> None:
         """The validation that a run went on for is done."""
         self._batches_validated_before = {}
-        self._take_step_off(trainer)
-
-    def _take_step_off(self, trainer: Trainer) -> None:
-        """Let ``max_steps`` be the user's again."""
-        trainer.fit_loop.epoch_loop.max_steps -= self._steps_more
-        self._steps_more = 0
+        self._kept.settings.take_step_off(trainer)
 
     # Nothing was left to train
 
@@ -451,7 +443,7 @@ class Restoring:
         """Give the Trainer its own numbers again, and leave its optimizers alone."""
         if self._state_types is not None:
             self._state_types.end()
-        self._take_step_off(trainer)
+        self._kept.settings.take_step_off(trainer)
         if self._sanity_steps is not None:
             trainer.num_sanity_val_steps = self._sanity_steps
             self._sanity_steps = None

@@ -42,12 +42,16 @@ class TrainerSettings(Part):
 
     What the user types now, or a hook of the start sets now, wins: a setting is given back only
     where this start has found what the other one had.
+
+    Attributes:
+        steps_more: By how many ``max_steps`` is more than the user's at the moment.
     """
 
     name = "trainer"
     of_each_rank = False
 
     def __init__(self) -> None:
+        self.steps_more = 0
         self._typed: dict[str, Any] = {}
         self._begun: dict[str, Any] = {}
         # The limits that were given back before loops ask for them.
@@ -55,7 +59,22 @@ class TrainerSettings(Part):
 
     def fit_starts(self, trainer: Trainer) -> None:
         """Note the settings before the hooks of the start."""
-        self._typed = settings_of(trainer)
+        self._typed = self._settings(trainer)
+
+    def add_step(self, trainer: Trainer) -> None:
+        """Let Lightning enter an epoch, though ``max_steps`` is reached."""
+        self.steps_more = 1
+        trainer.fit_loop.epoch_loop.max_steps += 1
+
+    def take_step_off(self, trainer: Trainer) -> None:
+        """Let ``max_steps`` be the user's again."""
+        trainer.fit_loop.epoch_loop.max_steps -= self.steps_more
+        self.steps_more = 0
+
+    def _settings(self, trainer: Trainer) -> dict[str, Any]:
+        settings = settings_of(trainer)
+        settings["max_steps"] -= self.steps_more
+        return settings
 
     def give_back_early(self, trainer: Trainer, value: dict[str, Any]) -> None:
         """Give back how long the training may be: a loop asks before training starts whether
@@ -64,19 +83,19 @@ class TrainerSettings(Part):
         for name, change in changes_in(value).items():
             is_untouched = change.typed == change.begun == self._typed.get(name)
             if name in LIMITS and is_untouched:
-                set_one(trainer, name, change.now)
+                self._set(trainer, name, change.now)
                 self._early[name] = change.now
 
     def begin(self, trainer: Trainer) -> None:
         """Note the settings after the hooks of the start."""
-        self._begun = settings_of(trainer)
+        self._begun = self._settings(trainer)
         for name, given in self._early.items():
             if self._begun[name] == given:
                 self._begun[name] = self._typed[name]
 
     def take(self, trainer: Trainer) -> dict[str, list[Any]]:
         changed: dict[str, list[Any]] = {}
-        for name, now in settings_of(trainer).items():
+        for name, now in self._settings(trainer).items():
             begun = self._begun.get(name, now)
             if now != begun:
                 changed[name] = list(Change(self._typed.get(name), begun, now))
@@ -85,7 +104,12 @@ class TrainerSettings(Part):
     def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
         for name, change in changes_in(value).items():
             if self._begun.get(name) == change.begun:
-                set_one(trainer, name, change.now)
+                self._set(trainer, name, change.now)
+
+    def _set(self, trainer: Trainer, name: str, value: Any) -> None:
+        if name == "max_steps":
+            value += self.steps_more
+        setattr(loop_of(trainer, name), name, value)
 
 
 def changes_in(value: dict[str, Any]) -> dict[str, Change]:
@@ -105,11 +129,6 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
     return {
         name: value.value if isinstance(value, Enum) else value for name, value in settings.items()
     }
-
-
-def set_one(trainer: Trainer, name: str, value: Any) -> None:
-    """Set one of them."""
-    setattr(loop_of(trainer, name), name, value)
 
 
 def loop_of(trainer: Trainer, name: str) -> Any:
