@@ -227,6 +227,7 @@ def test_a_run_whose_algorithms_are_measured_at_every_start_says_so(
         world_size=1,
         strategy=SimpleNamespace(root_device=torch.device(device), model=None),
         reload_dataloaders_every_n_epochs=0,
+        _val_check_time_interval=None,
     )
     line = (
         "a resume is not exact with --benchmark true: cuDNN measures at every start which of its"

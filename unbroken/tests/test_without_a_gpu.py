@@ -236,9 +236,10 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
         datamodule=None,
     )
     group = Agreement(2).group
-    nothing: dict[str, Any] = {"is_best": False, "is_last": True, "add_state": dict}
+    files = RunFiles(folder)
+    nothing: dict[str, Any] = {"also": None, "add_state": dict, "when_saved": lambda: None}
     try:
-        RunFiles(folder).write(trainer, group=group, when_saved=lambda: None, **nothing)
+        files.write(trainer, target=files.last, group=group, finish=lambda _: None, **nothing)
         told.put((rank, None))
     except Exception as error:
         told.put((rank, f"{type(error).__name__}: {error}"))

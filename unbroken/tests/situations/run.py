@@ -60,8 +60,12 @@ class Rows(Logger):
             with open(self.path, "a") as file:
                 file.write(json.dumps(row, sort_keys=True) + "\n")
 
-    def save(self, to_disk: bool = False) -> int:
+    @property
+    def count(self) -> int:
         return len(self.path.read_text().splitlines())
+
+    def write(self, to_disk: bool = False) -> None:
+        """Nothing: each row is in the file."""
 
     def keep_rows(self, count: int) -> None:
         if int(os.environ.get("RANK", "0")) == 0:
