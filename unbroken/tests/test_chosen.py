@@ -70,6 +70,7 @@ def test_a_typed_precision_wins_over_the_one_that_the_run_chose() -> None:
     assert config.trainer["precision"] == "64-true"
 
 
+@pytest.mark.nightly
 def test_two_ranks_train_in_the_precision_that_rank_zero_has_measured(workplace: Path) -> None:
     typed = [*STEPS, "--precision", "bf16-mixed", "--run_name", "typed"]
     told = run_ranks("fit", *typed)

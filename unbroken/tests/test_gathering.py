@@ -17,6 +17,7 @@ FLAGS += ["--logger", "false", "--monitors", "none", "--accelerator", "cpu"]
 FLAGS += ["--report", "false"]
 
 
+@pytest.mark.nightly
 def test_two_ranks_that_gather_in_their_steps_are_killed_and_go_on_bit_identically(
     workplace: Path,
 ) -> None:

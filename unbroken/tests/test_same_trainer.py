@@ -903,6 +903,7 @@ class GrowsBatches(Regression):
         loader.batch_sampler.batch_size = 4 * 2**self.current_epoch
 
 
+@pytest.mark.nightly
 def test_two_ranks_whose_batches_grow_are_killed_and_go_on_bit_identically(
     workplace: Path,
 ) -> None:

@@ -84,6 +84,7 @@ def test_a_training_that_fails_is_not_taken_for_one_that_differs() -> None:
     assert "no such layer" in text
 
 
+@pytest.mark.nightly
 def test_the_command_is_silent_but_for_a_line_and_leaves_no_run(workplace: Path) -> None:
     done = run("verify", *TINY, "--steps", "6", "--kills", "1")
     assert done.returncode == 0, done.stdout + done.stderr

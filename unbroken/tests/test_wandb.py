@@ -209,6 +209,7 @@ assert applied == [(["model.lr"], "second")], applied
 """
 
 
+@pytest.mark.nightly
 def test_a_run_starts_without_wandb_launch_unless_it_has_staged_inputs(tmp_path: Path) -> None:
     words = [sys.executable, "-c", LAUNCH, *SMALL]
     done = complete(words, cwd=tmp_path)
