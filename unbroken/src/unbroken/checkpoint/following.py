@@ -199,7 +199,8 @@ class Following(Part):
             names = ", ".join(sorted(trainer.callback_metrics))
             say(
                 "no metric was followed, so best.ckpt is the last."
-                f" Name one of those that are logged with --monitor: {names}."
+                " Name one of those that are logged with --monitor (in a script: monitor):"
+                f" {names}."
             )
 
 
