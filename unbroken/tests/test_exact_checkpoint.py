@@ -400,6 +400,26 @@ def test_a_run_that_is_stopped_twice_in_its_last_validation_ends_as_if_it_were_n
     assert_same_end(Path("undisturbed"), Path("stopped"))
 
 
+class StopsInEpoch(Callback):
+    """Stops the second epoch before a batch."""
+
+    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, number: int) -> None:
+        if (trainer.current_epoch, number) == (1, 13):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_run_that_is_stopped_behind_an_epochs_last_validation_counts_those_of_the_next_alike(
+    workplace: Path,
+) -> None:
+    flags = {"epochs": 3, "limit_train_batches": 15, "val_check_interval": 4}
+    flags |= {"limit_val_batches": 3, "reload_dataloaders_every_n_epochs": 1}
+    fit("undisturbed", **flags)
+    with pytest.raises(Stopped):
+        fit("stopped", StopsInEpoch(), **flags)
+    fit("stopped", **flags)
+    assert_same_end(Path("undisturbed"), Path("stopped"))
+
+
 class Halves(Regression):
     """Lowers its rate as each epoch begins, and empties the optimizer's state."""
 

@@ -411,6 +411,10 @@ class Restoring:
         """Give back how many batches validations have read, if Lightning counts anew."""
         lightning_internals.validated_batches(trainer).update(self._batches_validated_before)
 
+    def forget_validated_batches(self) -> None:
+        """Let the validations of this epoch be counted from its start."""
+        self._batches_validated_before = {}
+
     def validation_is_over(self, trainer: Trainer) -> None:
         """The validation that a run went on for is done."""
         self._batches_validated_before = {}
