@@ -107,8 +107,7 @@ class Hooks(Callback):
         engine = self.engine
         if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined]
             # Lightning does so, too, but after the save below, which holds these counts.
-            lightning_internals.validated_batches(trainer).clear()
-            engine.restoring.forget_validated_batches()
+            engine.restoring.forget_validated_batches(trainer)
         engine.restoring.give_generators_again(trainer)
         # Before the first epoch there is nothing to save.
         if trainer.current_epoch > 0 and not engine.restoring.is_under_way:

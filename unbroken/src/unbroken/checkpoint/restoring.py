@@ -241,7 +241,7 @@ class Restoring:
         settings = self._kept.settings
         settings.give_back_early(trainer, self._resume.shared.get(settings.name, {}))
         if self._resume.is_behind_last_step:
-            self._kept.settings.add_step(trainer)
+            settings.add_step(trainer)
         if uses_hooks(trainer) and not trainer.strategy.restore_checkpoint_after_setup:
             self._note_loaded(trainer)
 
@@ -411,8 +411,9 @@ class Restoring:
         """Give back how many batches validations have read, if Lightning counts anew."""
         lightning_internals.validated_batches(trainer).update(self._batches_validated_before)
 
-    def forget_validated_batches(self) -> None:
+    def forget_validated_batches(self, trainer: Trainer) -> None:
         """Let the validations of this epoch be counted from its start."""
+        lightning_internals.validated_batches(trainer).clear()
         self._batches_validated_before = {}
 
     def validation_is_over(self, trainer: Trainer) -> None:

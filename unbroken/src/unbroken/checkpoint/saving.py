@@ -151,9 +151,9 @@ class Saving:
 
     def _own_request(self, trainer: Trainer) -> int:
         """What this rank asks for: to stop, to save, or nothing."""
-        return signals.state.requested or self._save_if_overdue(trainer)
+        return signals.state.requested or self._request_if_overdue(trainer)
 
-    def _save_if_overdue(self, trainer: Trainer) -> int:
+    def _request_if_overdue(self, trainer: Trainer) -> int:
         """SAVE_DUE on rank zero when the seconds between two saves are over, else 0."""
         files = self._own_folder.files
         # A save that is still on its way to the disk has the memory that the next one needs.

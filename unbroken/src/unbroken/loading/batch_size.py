@@ -1,7 +1,8 @@
 """A data module's batch sizes: attributes of it, or values of its ``hparams``.
 
 Lightning's own batch-size scaler looks in both places as well. A data module that calls
-``save_hyperparameters()`` needs no attribute.
+``save_hyperparameters()`` needs no attribute. Lightning's ``lightning_getattr`` is not called: it
+takes the module, and gives a size of the module's before one of its data.
 """
 
 from typing import Any

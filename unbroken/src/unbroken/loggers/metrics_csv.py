@@ -52,7 +52,7 @@ class MetricsCSV(Logger):
         self._step: int | None = None  # what is logged to; None before the first
         self._unsaved: Row = {}  # values of this step that are in no line yet
         self._waiting: list[Row] = []  # lines of earlier steps that the disk has not taken
-        self._trouble = Trouble(f"{path} is not written", f"{path} is written again")
+        self._trouble = Trouble(f"{path.name} is not written", f"{path.name} is written again")
         self._has_line = False  # whether this step has a line in the file
         self._has_split_rows = False  # whether a step has several
 
@@ -132,7 +132,7 @@ class MetricsCSV(Logger):
                     os.fsync(file.fileno())
         except OSError as error:
             raise not_written(self.path, error) from error
-        self._trouble.is_over()
+        self._trouble.end()
 
     @rank_zero_only
     def finalize(self, status: str) -> None:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -101,17 +101,15 @@ class Told(NamedTuple):
 
     Attributes:
         kinds: The classes of values whose change is said.
-        since_epoch: Whether a change counts from an epoch's first batch on. What hooks of an
-            epoch's start set, a resumed run sets again. Else it counts from the training's start.
         advice: What the line says at its end.
-        since_workers: Whether a change counts from the first epoch's first batch on: a loader's
-            workers have begun by then, and outlive the epoch.
+        since: From when on a change counts: the training's start; an epoch's first batch, because a
+            resumed run sets again what hooks of an epoch's start set; or the first epoch's first
+            batch, because a loader's workers have begun by then, and outlive the epoch.
     """
 
     kinds: tuple[type, ...]
-    since_epoch: bool = False
     advice: str = ""
-    since_workers: bool = False
+    since: Literal["training", "epoch", "workers"] = "training"
 
 
 class Unkept(NamedTuple):
@@ -172,19 +170,19 @@ OF_MODULES = Told(
 # training.
 OF_CALLBACKS = Told(
     (*NUMBERS, Tensor, np.ndarray, Length, *CONTAINERS),
-    since_epoch=True,
+    since="epoch",
     advice="Give it in the callback's state_dict, and take it back in its load_state_dict.",
 )
 # A list or a package's object in a data set is a cache or an open file more often than a state.
 OF_DATA = Told(
     (*NUMBERS, Length),
-    since_epoch=True,
+    since="epoch",
     advice="Let a sample be a function of its key and the epoch alone.",
 )
 # Numbers of a data set that the workers of a loader have a copy of for the whole run.
 OF_WORKERS = Told(
     (*NUMBERS, Length),
-    since_workers=True,
+    since="workers",
     advice=(
         "Workers that outlive an epoch do not see the change, and those of a resumed run do. With"
         " persistent_workers=False all see it."
@@ -192,7 +190,7 @@ OF_WORKERS = Told(
 )
 OF_SAMPLERS = Told(
     OF_CALLBACKS.kinds,
-    since_epoch=True,
+    since="epoch",
     advice="Give the sampler a state_dict and a load_state_dict, or a set_epoch that sets it.",
 )
 

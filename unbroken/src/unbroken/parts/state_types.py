@@ -80,11 +80,13 @@ def in_saved_types(loaded: Any, saved: Any) -> Any:
     device of the other.
     """
     if isinstance(loaded, Tensor):
-        is_other = isinstance(saved, Tensor) and saved.dtype != loaded.dtype
-        is_other = is_other and saved.shape == loaded.shape
-        return saved.to(loaded.device, copy=True) if is_other else loaded
+        is_alike = isinstance(saved, Tensor) and saved.shape == loaded.shape
+        if not is_alike or saved.dtype == loaded.dtype:
+            return loaded
+        return saved.to(loaded.device, copy=True)
     if type(loaded) is dict and isinstance(saved, dict):
         return {key: in_saved_types(value, saved.get(key)) for key, value in loaded.items()}
-    if type(loaded) in (list, tuple) and len(loaded) == len(saved or ()):
+    is_row = type(loaded) in (list, tuple) and isinstance(saved, list | tuple)
+    if is_row and len(loaded) == len(saved):
         return type(loaded)(map(in_saved_types, loaded, saved))
     return loaded

@@ -126,9 +126,12 @@ def settings_of(trainer: Trainer) -> dict[str, Any]:
         # It is a function of the epoch.
         del settings["accumulate_grad_batches"]
     settings |= {name: getattr(loop_of(trainer, name), name) for name in LIMITS}
-    return {
-        name: value.value if isinstance(value, Enum) else value for name, value in settings.items()
-    }
+    return {name: plain(value) for name, value in settings.items()}
+
+
+def plain(value: Any) -> Any:
+    """The text of a choice that Lightning keeps as an Enum, and any other value as it is."""
+    return value.value if isinstance(value, Enum) else value
 
 
 def loop_of(trainer: Trainer, name: str) -> Any:

@@ -201,7 +201,7 @@ class RunFiles:
         except NotWritten as error:
             self.trouble.note(str(error))
         else:
-            self.trouble.is_over()
+            self.trouble.end()
             job.when_saved()
         self.costs.write_seconds = time.perf_counter() - begun
 

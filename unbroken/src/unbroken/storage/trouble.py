@@ -30,7 +30,7 @@ class Trouble:
             say(f"since {now} {self._begins}: {reason} The run goes on, and tries again.")
         self.reason = reason
 
-    def is_over(self) -> None:
+    def end(self) -> None:
         """Everything is written."""
         if self.reason is not None:
             say(f"{self._ends}, since {time.strftime('%H:%M:%S')}.")

@@ -46,10 +46,11 @@ class NotKept:
         workers that outlive an epoch begin with.
         """
         for name, each in held.unkept.items():
-            begins = each.told.since_workers and name not in self._begun_with
+            since = each.told.since
+            begins = since == "workers" and name not in self._begun_with
             if begins:
                 self._begun_with.add(name)
-            if each.told.since_epoch or begins:
+            if since == "epoch" or begins:
                 self._fresh[name] = evidence_of(each.value)
 
     def lines(self, held: Held) -> list[str]:
@@ -62,7 +63,7 @@ class NotKept:
                     self.packages.add(each.package)
                 # A callback or data set has one advice for all of its attributes.
                 owner = each.attribute.rpartition(".")[0]
-                group = owner if each.told.since_epoch else each.attribute
+                group = owner if each.told.since == "epoch" else each.attribute
                 changed.setdefault(group, []).append(each)
         found = [line_of(held, *several) for several in changed.values()]
         for name in sorted(made_by_users(held) - self._there):
@@ -120,7 +121,7 @@ def line_of(held: Held, first: Unkept, *others: Unkept) -> str:
     if others:
         names = [each.attribute.rpartition(".")[2] for each in others]
         what += f"; {', '.join(names)} as well"
-    if first.told.since_epoch:
+    if first.told.since == "epoch":
         return (
             f"a resumed run begins anew with {first.attribute}, which changes in training and which"
             f" a checkpoint does not hold ({what}). {first.told.advice}"
