@@ -19,6 +19,8 @@ from unbroken.loading.samplers import is_stream, samplers_within, source_of
 
 # Entries that are looked at of everything that has one for each sample, evenly spaced.
 MOST_ENTRIES = 64
+# Numbers that are looked at of an entry, evenly spaced: each save looks once.
+MOST_NUMBERS = 1024
 # A dataset may hold another one, and that one another.
 MOST_DEPTH = 5
 # Numbers that differ by less are the same, as after a computation on another machine.
@@ -102,8 +104,9 @@ def _tell_entry(entry: Any, depth: int) -> Any:
         return _tell_numbers(entry)
     if isinstance(entry, (np.ndarray, np.generic)):
         # Torch cannot take an array that is flipped, or of a foreign byte order.
-        is_numeric = entry.dtype.kind in "biuf"
-        return float(entry.sum(dtype=np.float64)) if is_numeric else str(entry)
+        if entry.dtype.kind not in "biuf":
+            return str(entry)
+        return float(_some_of(np.asarray(entry).reshape(-1)).sum(dtype=np.float64))
     if isinstance(entry, (bool, int, float)):
         return float(entry)
     if isinstance(entry, (str, os.PathLike)):
@@ -120,8 +123,16 @@ def _tell_entry(entry: Any, depth: int) -> Any:
 
 
 def _tell_numbers(entry: Tensor) -> float:
-    real = entry.detach().abs() if entry.is_complex() else entry.detach()
+    some = entry.detach()
+    if some.layout == torch.strided:
+        some = _some_of(some.flatten())
+    real = some.abs() if some.is_complex() else some
     return float(real.sum(dtype=torch.float64).cpu())
+
+
+def _some_of(row: Any) -> Any:
+    """Some numbers of a flat tensor or array, evenly spaced; all where they are few."""
+    return row[:: max(1, len(row) // MOST_NUMBERS)]
 
 
 def _length_of(value: Any) -> int | None:
