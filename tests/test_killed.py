@@ -6,9 +6,13 @@ from project.data import MNISTDataModule
 from project.model import MLP, MNISTClassifier
 
 
+def model() -> MNISTClassifier:
+    return MNISTClassifier(MLP(hidden=[8]))
+
+
+def data() -> MNISTDataModule:
+    return MNISTDataModule(source="sample", train_samples=640, val_samples=64, batch_size=32)
+
+
 def test_a_run_can_be_killed() -> None:
-    assert_resumes_exactly(
-        lambda: MNISTClassifier(MLP(hidden=[8])),
-        lambda: MNISTDataModule(source="sample", train_samples=640, val_samples=64, batch_size=32),
-        steps=12,
-    )
+    assert_resumes_exactly(model, data, steps=12)

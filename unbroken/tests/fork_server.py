@@ -7,8 +7,9 @@ systems that cannot fork, it starts a fresh interpreter.
 
 The first test that needs the server starts it, one for each pytest process (and one more for
 :mod:`tests.test_platforms`). The server has no
-threads: a forked child would lack them, and torch would wait for them. It ends, and its children
-with it, when its end of a socket closes.
+threads: a forked child would lack them, and torch would wait for them. Where imports have started
+some, as the driver of a GPU may, each command is a fresh interpreter. The server ends, and its
+children with it, when its end of a socket closes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +35,8 @@ import numerals
 
 ROOT = Path(__file__).parents[2]
 SEARCHED = os.pathsep.join(str(ROOT / each) for each in ("unbroken/tests", "unbroken", ""))
+# What the server says when it has imported.
+CAN_FORK, CANNOT_FORK = b"+", b"-"
 # An option of prctl(2): a process gets a signal when its parent ends.
 PR_SET_PDEATHSIG = 1
 # Variables that Python and the libraries read as they start begin with these words. A command that
@@ -78,7 +82,7 @@ class Forked:
         self.returncode: int | None = None
         self._reports, theirs = socket.socketpair()
         with theirs:
-            socket.send_fds(_server(start_up)[0], [b"+"], [theirs.fileno(), stdout, stderr])
+            socket.send_fds(_server(start_up).control, [b"+"], [theirs.fileno(), stdout, stderr])
         request = {
             "words": words,
             "cwd": str(cwd or os.getcwd()),
@@ -125,11 +129,26 @@ class Forked:
         return int(line)
 
 
-@functools.cache
-def _server(start_up: Path | None) -> tuple[socket.socket, dict[str, str], Any]:
-    """The server's socket, the environment that it was started with, and its process.
+class Server(NamedTuple):
+    """A server that has been started.
 
-    There is one for each folder with code that runs as Python starts.
+    Attributes:
+        control: Takes requests.
+        env: The environment that it was started with.
+        process: The server's.
+        forks: Whether it can fork.
+    """
+
+    control: socket.socket
+    env: dict[str, str]
+    process: subprocess.Popen[bytes]
+    forks: bool
+
+
+@functools.cache
+def _server(start_up: Path | None) -> Server:
+    """The server, when it has imported. There is one for each folder with code that runs as Python
+    starts.
     """
     ours, theirs = socket.socketpair()
     started_with = dict(os.environ)
@@ -147,7 +166,7 @@ def _server(start_up: Path | None) -> tuple[socket.socket, dict[str, str], Any]:
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-    return ours, started_with, process
+    return Server(ours, started_with, process, forks=ours.recv(1) == CAN_FORK)
 
 
 def can_fork(
@@ -162,7 +181,8 @@ def can_fork(
         return False
     if words[0] != sys.executable or not _runs_our_code(words):
         return False
-    return env is None or _read_at_start(env) == _read_at_start(_server(start_up)[1])
+    server = _server(start_up)
+    return server.forks and (env is None or _read_at_start(env) == _read_at_start(server.env))
 
 
 def _runs_our_code(words: list[str]) -> bool:
@@ -303,6 +323,16 @@ def become(words: list[str], cwd: str, env: dict[str, str]) -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def has_threads() -> bool:
+    """Whether imports have started threads, which a fork would lack. Some end by themselves."""
+    end = time.monotonic() + 2
+    while time.monotonic() < end:
+        if len(os.listdir("/proc/self/task")) == 1:
+            return False
+        time.sleep(0.02)
+    return True
+
+
 def main() -> None:
     """Import, then serve. In a child, run its command."""
     from unbroken.cli import start
@@ -319,11 +349,12 @@ def main() -> None:
 
     gc.freeze()
     gc.enable()
-    running = os.listdir("/proc/self/task")
-    assert len(running) == 1, (
-        f"imports have started {len(running) - 1} threads, which a fork would lack"
-    )
-    request = serve(socket.socket(fileno=int(sys.argv[1])))
+    ours = socket.socket(fileno=int(sys.argv[1]))
+    if has_threads():
+        ours.sendall(CANNOT_FORK)
+        return
+    ours.sendall(CAN_FORK)
+    request = serve(ours)
     # The child ends as an interpreter does: with exit handlers, traceback and exit code.
     become(**request)
 

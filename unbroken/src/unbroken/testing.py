@@ -3,7 +3,7 @@
 from unbroken.testing import assert_resumes_exactly
 
 def test_my_run_can_be_killed():
-    assert_resumes_exactly(lambda: MyModule(), lambda: MyData(), steps=20)
+    assert_resumes_exactly(MyModule, MyData, steps=20)
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def assert_resumes_exactly(
     """Train four times or so, in processes of their own, and compare: twice undisturbed, and once
     killed (SIGKILL) and resumed.
 
-    Where this process can fork (Linux and macOS, as long as it has not used a GPU), the functions
-    may be lambdas and local. Elsewhere they, and what is in ``trainer``, must be picklable:
-    functions at the top of a file.
+    Where this process can fork (Linux and macOS, until it has used a GPU or, where there is one,
+    has trained), the functions may be lambdas and local. Elsewhere they, and what is in
+    ``trainer``, must be picklable: functions at the top of a file.
 
     Args:
         make_module: Makes the module anew.

@@ -115,6 +115,18 @@ def test_the_two_commands_of_the_set_up_are_there() -> None:
     assert "python -m pytest" in lines
 
 
+@pytest.mark.nightly
+def test_the_tests_of_a_clone_pass_on_a_larger_machine() -> None:
+    """Lightning warns there of what two cores without a GPU do not show, and a warning is an
+    error.
+    """
+    words = ["-p", "tests.larger_machine", "--numprocesses", "0", "-q", "tests"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "pytest", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:]
+
+
 def test_the_readme_and_the_pages_of_docs_name_each_other() -> None:
     named = set(re.findall(r"\]\((docs/\w+\.md)", README))
     assert named == {page for page in PAGES if page.startswith("docs/")}

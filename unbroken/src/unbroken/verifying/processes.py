@@ -29,10 +29,27 @@ class Ended(NamedTuple):
 
 
 def can_fork() -> bool:
-    """Whether a process of this one's memory can be made: not on Windows, and not once this one
-    uses a GPU.
+    """Whether a process of this one's memory can be made and can train: not on Windows, and not
+    once this one has used a GPU. Where there is a GPU, autograd starts a thread for it in the first
+    backward pass, also in one on the CPU, and refuses to work in a fork from then on.
     """
-    return hasattr(os, "fork") and not torch.cuda.is_initialized()
+    if not hasattr(os, "fork") or torch.cuda.is_initialized():
+        return False
+    return not torch.cuda.is_available() or _a_fork_can_train()
+
+
+def _a_fork_can_train() -> bool:
+    """Try a backward pass in a fork."""
+    pid = _fork()
+    if pid == 0:
+        code = 1
+        try:
+            torch.ones(1, requires_grad=True).backward()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(pid, 0)
+    return status == 0
 
 
 def run_apart(function: Callable[[], int], output: Path, patience: float) -> Ended:
@@ -65,12 +82,7 @@ def become(words: list[str], variables: dict[str, str]) -> int:
 
 
 def _forked(function: Callable[[], int], output: Path, patience: float) -> int | None:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings():
-        # Python 3.12 warns of threads, which a fork lacks. The child starts its own.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        pid = os.fork()
+    pid = _fork()
     if pid == 0:
         code = 1
         try:
@@ -85,6 +97,16 @@ def _forked(function: Callable[[], int], output: Path, patience: float) -> int |
         # What the process has started ends with it.
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
+
+
+def _fork() -> int:
+    """``os.fork``: 0 in the child, its number in the parent."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of threads, which a fork lacks. The child starts its own.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def _wait(pid: int, patience: float) -> int | None:
@@ -131,9 +153,9 @@ def _sent(function: Callable[[], int], output: Path, patience: float) -> int | N
         pickle.dumps(function)
     except Exception as error:  # pickle, and what it asks, raise errors of many kinds
         raise ValueError(
-            "here each run is a fresh process, since this one cannot fork (Windows, or it has used"
-            " a GPU): give functions that are defined at the top of a file, not lambdas or local"
-            f" ones ({error})."
+            "here each run is a fresh process, since this one cannot fork (Windows, or it has"
+            " trained where there is a GPU): give functions that are defined at the top of a file,"
+            f" not lambdas or local ones ({error})."
         ) from None
     process = multiprocessing.get_context("spawn").Process(
         target=_call_and_end, args=(function, output)
