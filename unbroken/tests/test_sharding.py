@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,22 @@ from unbroken.commands import test as test_command
 from unbroken.errors import UserError
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 
-from tests.commands import SMALL, WHOLE_NETWORK, checkpoint, run_ranks, summary
+from tests.commands import (
+    CONVNET,
+    SMALL,
+    WHOLE_NETWORK,
+    checkpoint,
+    complete,
+    run_ranks,
+    summary,
+)
 
+RUNS = ("whole", "sharded")
+STEADY = [
+    *("--model.schedule", "constant", "--model.warmup_fraction", "0", "--model.lr", "0.05"),
+    *("--model.optimizer", "SGD", "--model.optimizer_args.momentum", "0.9"),
+    *("--data.shift_pixels", "0"),
+]
 HALF = ["--data.batch_size", "32"]  # of each batch for each of two processes
 
 
@@ -44,16 +59,7 @@ def test_sharded_weights_train_go_on_and_test_as_whole_ones(workplace: Path) -> 
     """Two processes, each with half of every batch, against one; not with Adam, whose steps magnify
     rounding errors.
     """
-    steady = ["--model.schedule", "constant", "--model.warmup_fraction", "0", "--model.lr", "0.05"]
-    steady += [
-        "--data.shift_pixels",
-        "0",
-        "--model.optimizer",
-        "SGD",
-        "--model.optimizer_args.momentum",
-        "0.9",
-    ]
-    short = [*SMALL, *WHOLE_NETWORK, *steady, "--limit_train_batches", "10", "--max_epochs"]
+    short = [*SMALL, *WHOLE_NETWORK, *STEADY, "--limit_train_batches", "10", "--max_epochs"]
     assert fit.main([*short, "2", "--run_name", "whole"]) == 0
     for epochs in ("1", "2"):
         ended = run_ranks(
@@ -195,3 +201,18 @@ def test_the_final_test_of_a_mixed_run_is_in_float32(workplace: Path) -> None:
     assert json.loads(Path("m.json").read_text())["test/loss"] == pytest.approx(
         found["test/loss"], rel=1e-6
     )
+
+
+def test_convolutions_on_one_device_train_as_without_sharding(workplace: Path) -> None:
+    """Their weights are in channels_last, and FSDP would read a gradient as that of others.
+
+    After one step: further ones magnify rounding errors.
+    """
+    words = [*SMALL, *CONVNET, *STEADY, "--max_epochs", "1", "--limit_train_batches", "1"]
+    words += ["--accelerator", "cpu", "--devices", "1"]
+    assert fit.main([*words, "--run_name", "whole"]) == 0
+    ended = complete([sys.executable, "-m", "tests.sharded", *words, "--run_name", "sharded"])
+    assert ended.returncode == 0, ended.stderr
+    whole, sharded = (checkpoint(Path("checkpoints") / name / "last.ckpt") for name in RUNS)
+    for key in ("state_dict", "optimizer_states"):
+        assert not unlike(sharded[key], whole[key], key)

@@ -2,7 +2,7 @@
 wrong or unsafe.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import FSDPPrecision
 from lightning.pytorch.strategies import FSDPStrategy, StrategyRegistry
+from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 - PyTorch's own short name
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
@@ -44,8 +45,10 @@ class ShardedStrategy(FSDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         if has_lazy_layers(trainer.lightning_module):
             raise UserError(CANNOT_BE_SHARED)
-        parameters = trainer.lightning_module.parameters()
+        parameters = list(trainer.lightning_module.parameters())
         self.whole_parameters = sum(parameter.numel() for parameter in parameters)
+        if self.world_size == 1 or self.sharding_strategy is fsdp.ShardingStrategy.NO_SHARD:
+            lay_out_in_order(parameters)
         super().setup(trainer)
 
     @property
@@ -111,3 +114,13 @@ def for_float32_test(strategy: FSDPStrategy, fresh: LightningModule) -> Lightnin
         fresh.load_state_dict(model.state_dict())
     strategy.precision_plugin = FSDPPrecision("32-true")
     return fresh
+
+
+def lay_out_in_order(parameters: Iterable[nn.Parameter]) -> None:
+    """Give parameters the memory format of a new tensor, in the place of channels_last.
+
+    Where FSDP shards nothing, it reads the gradient of a parameter in channels_last as that of
+    other elements: an optimizer then moves the wrong weights, and a fused one refuses to on a GPU.
+    """
+    for parameter in parameters:
+        parameter.data = parameter.data.contiguous()
