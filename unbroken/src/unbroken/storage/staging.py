@@ -30,9 +30,9 @@ class Staging:
     """
 
     def __init__(self) -> None:
-        # By the bytes that each holds: memory of the copy before.
-        self._free: dict[int, list[torch.UntypedStorage]] = {}
-        self._used: dict[int, list[torch.UntypedStorage]] = {}
+        # By the bytes that each holds, and whether it is pinned: memory of the copy before.
+        self._free: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
+        self._used: dict[tuple[int, bool], list[torch.UntypedStorage]] = {}
         self._copies: dict[MemoryRange, torch.UntypedStorage] = {}
         self._private: Collection[MemoryRange] = ()
         self._copied_on: set[torch.device] = set()
@@ -87,7 +87,7 @@ class Staging:
         copy = self._copies.get(place)
         if copy is None:
             copy = self._memory(storage)
-            copy.copy_(storage, non_blocking=copy.is_pinned())
+            copy.copy_(storage, non_blocking=storage.is_cuda)
             if tensor.device.type != "cpu":
                 self._copied_on.add(tensor.device)
             self._copies[place] = copy
@@ -99,15 +99,15 @@ class Staging:
         return made.neg() if tensor.is_neg() else made
 
     def _memory(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        size = storage.nbytes()
-        free = self._free.get(size)
+        kind = (storage.nbytes(), storage.is_cuda)
+        free = self._free.get(kind)
         if free:
             memory = free.pop()
         else:
-            memory = torch.UntypedStorage(size)
-            if storage.device.type == "cuda":
-                memory = memory.pin_memory()
-        self._used.setdefault(size, []).append(memory)
+            size, pinned = kind
+            empty = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            memory = empty.untyped_storage()
+        self._used.setdefault(kind, []).append(memory)
         return memory
 
 

@@ -28,6 +28,9 @@ from unbroken.tensors.same_values import tensors_inside
 WORD_BYTES = 8
 # Words that are summed up at once. Their multipliers take 1 MiB.
 CHUNK_WORDS = 2**17
+# Chunks that another device multiplies in one operation, so that it has few to start for a large
+# tensor. Their products take 64 MiB.
+CHUNKS_AT_ONCE = 64
 # Tensors of fewer bytes are joined first, because each call costs as much as a few kilobytes.
 JOINED_BELOW_BYTES = 2**13
 # Containers in containers of a batch
@@ -77,12 +80,15 @@ def sums_of_bits(tensors: Iterable[Tensor]) -> list[Any]:
 
 
 def settled(sums: Sequence[Any]) -> list[int]:
-    """Sums as whole numbers. It waits for the device, once."""
+    """Sums as whole numbers. It waits for each device, once."""
     numbers = list(sums)
-    waiting = [place for place, each in enumerate(numbers) if isinstance(each, Tensor)]
-    if waiting:
-        computed = torch.stack([numbers[place] for place in waiting]).tolist()
-        for place, number in zip(waiting, computed, strict=True):
+    waiting: dict[torch.device, list[int]] = {}
+    for place, each in enumerate(numbers):
+        if isinstance(each, Tensor):
+            waiting.setdefault(each.device, []).append(place)
+    for places in waiting.values():
+        computed = torch.stack([numbers[place] for place in places]).tolist()
+        for place, number in zip(places, computed, strict=True):
             numbers[place] = number
     return numbers
 
@@ -150,7 +156,15 @@ def _sums_elsewhere(content: Tensor) -> list[Tensor]:
         content = content.clone()
     words = content.view(torch.int64)
     multipliers = _multipliers_on(words.device)
-    return [(chunk * multipliers[: len(chunk)]).sum() for chunk in words.split(CHUNK_WORDS)]
+    in_whole_chunks = len(words) // CHUNK_WORDS * CHUNK_WORDS
+    chunks = words[:in_whole_chunks].view(-1, CHUNK_WORDS)
+    sums: list[Tensor] = []
+    for some in chunks.split(CHUNKS_AT_ONCE):
+        sums += (some * multipliers).sum(dim=1).unbind()
+    last = words[in_whole_chunks:]
+    if len(last):
+        sums.append((last * multipliers[: len(last)]).sum())
+    return sums
 
 
 @functools.cache
