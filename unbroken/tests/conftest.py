@@ -78,10 +78,12 @@ def machine_locks(alone: bool) -> list[FileLock]:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
     """A test that is marked ``alone`` or ``gpu`` waits for the others, and they wait for it.
 
-    It measures time, or a GPU's memory, which another test beside it would change.
+    It measures time, or takes much of a GPU's memory. Where the variable ``GPU_TESTS_TOGETHER`` is
+    set, the GPU has enough for several.
     """
     marks = {mark.name for mark in item.iter_markers()}
-    alone = bool(marks & {"alone", "gpu"})
+    together = "GPU_TESTS_TOGETHER" in os.environ
+    alone = "alone" in marks or ("gpu" in marks and not together)
     turn = FileLock(Path(os.environ["TESTS_SHARED_FOLDER"]) / "turn.lock")
     with contextlib.ExitStack() as held:
         # Who waits for the machine holds the turn, so that no later test gets in between.

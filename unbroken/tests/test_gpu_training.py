@@ -25,6 +25,10 @@ from tests.monitored import Linear, Points, make_trainer
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Of torch's detector of waits, of its profiler, and of Lightning about few batches.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    # The compiler's own code uses what it has deprecated.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
 ON_GPU = [*SMALL, *CONVNET, "--accelerator", "gpu", "--devices", "1"]
 HOST = ["--data.on_device", "false", "--data.num_workers"]
@@ -167,7 +171,8 @@ def test_activation_checkpointing_lowers_the_peak(workplace: Path) -> None:
     sizes = ["--batch_sizes", "512", "--precisions", "32-true", "--data.train_samples", "4096"]
     assert (
         benchmark(
-            ["memory", "--quick", "--n", "1", *sizes, "--accelerator", "gpu", "--output", "m.json"]
+            "numerals",
+            ["memory", "--quick", "--n", "1", *sizes, "--accelerator", "gpu", "--output", "m.json"],
         )
         == 0
     )
