@@ -462,7 +462,7 @@ class NotesSharing(Callback):
         self.shares: list[bool] = []
 
     def on_train_start(self, trainer: Any, pl_module: LightningModule) -> None:
-        self.shares.append(the(ExactCheckpoint, trainer).engine.loading.shares)
+        self.shares.append(the(ExactCheckpoint, trainer).engine.loading.shares.are_ours)
 
 
 @pytest.mark.parametrize(("flags", "shares"), [(["false"], False), ([], True)])

@@ -50,8 +50,8 @@ from unbroken.loading import (
     ExactLoading,
     Start,
     exact_form,
-    exact_loading,
     passes_of,
+    shares,
 )
 from unbroken.loading.held_data import held_data
 from unbroken.loading.proof import fault_of_state
@@ -726,7 +726,7 @@ def test_a_subset_per_rank_is_left_alone_where_the_user_shares() -> None:
     for rank in range(2):
         for training in (True, False):
             loading = ExactLoading(seed=0)
-            loading.shares = False
+            loading.shares.are_ours = False
             mine = Subset(Numbers(8), range(rank, 8, 2))
             found = loading.exact(DataLoader(mine, 2, shuffle=True), rank_of(rank, 2, training))
             seen += flat(indices(found))
@@ -826,7 +826,7 @@ def of_two_ranks(monkeypatch: pytest.MonkeyPatch, other: DataLoader[Any]) -> Non
     def of_both(mine: Any) -> list[Any]:
         return [mine, held_data(other) if isinstance(mine, list) else mine]
 
-    monkeypatch.setattr(exact_loading, "of_all_ranks", of_both)
+    monkeypatch.setattr(shares, "of_all_ranks", of_both)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -892,9 +892,9 @@ def test_an_evaluation_in_an_own_order_is_left_alone_and_said() -> None:
 def test_shares_of_unequal_length_are_refused_before_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exact_loading, "of_all_ranks", lambda mine: [mine, mine + 1])
+    monkeypatch.setattr(shares, "of_all_ranks", lambda mine: [mine, mine + 1])
     loading = ExactLoading(seed=0)
-    loading.shares = False
+    loading.shares.are_ours = False
     with pytest.raises(UserError, match="have 4, 5 batches, and must have equally many"):
         loading.exact(DataLoader(Numbers(8), 2), rank_of(0, 2))
     limited = rank_of(0, 2)
@@ -1001,7 +1001,7 @@ def read_as_one_of_two_ranks(
     agreement = Agreement(2)
     loading = ExactLoading(seed=0)
     request = signal.SIGTERM if rank == 1 else 0
-    loading.next_batch = lambda has_one: agreement.next_batch(rank, has_one, request)
+    loading.shares.next_batch = lambda has_one: agreement.next_batch(rank, has_one, request)
     epochs: list[list[int]] = []
     try:
         trainer = rank_of(rank, 2, training)
@@ -1062,9 +1062,9 @@ def test_ranks_with_unequally_many_batches_end_an_epoch_together(
 
 def test_an_epoch_that_ends_early_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     loading = ExactLoading(seed=0)
-    loading.next_batch = lambda has_one: NextBatch(everywhere=False, ended_early=1)
-    assert not loading._goes_on_together(4, True)
-    assert not loading._goes_on_together(4, True)
+    loading.shares.next_batch = lambda has_one: NextBatch(everywhere=False, ended_early=1)
+    assert not loading.shares._goes_on_together(4, True)
+    assert not loading.shares._goes_on_together(4, True)
     line = "the data of rank 1 ended after 4 batches, before those of another rank: the epoch ends"
     assert capsys.readouterr().out == f"{line} there for all ranks.\n"
 

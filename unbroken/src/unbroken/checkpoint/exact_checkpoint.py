@@ -270,8 +270,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def _take_over_loaders(self, trainer: Trainer, seams: Seams) -> None:
         loading = self.engine.loading
-        loading.next_batch = partial(self.engine.saving.next_batch, trainer)
-        loading.shares = lightning_internals.take_over_sharing(trainer)
+        loading.shares.next_batch = partial(self.engine.saving.next_batch, trainer)
+        loading.shares.are_ours = lightning_internals.take_over_sharing(trainer)
         loading.install(seams, trainer)
         if trainer.world_size > 1:
             group = self.ending.group
@@ -320,7 +320,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if self._seams is not None:
             self._seams.put_back()
             self._seams = None
-            lightning_internals.let_lightning_share(trainer, self.engine.loading.shares)
+            lightning_internals.let_lightning_share(trainer, self.engine.loading.shares.are_ours)
         self.own_folder.release()
         self.ending.end(trainer)
         if self._watches_threads:

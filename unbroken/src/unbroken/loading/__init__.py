@@ -8,8 +8,8 @@ is, and the run says so in one line.
 
 How a resume in the middle of an epoch is exact:
 
-1. :class:`ExactLoading` (exact_loading.py) sees every loader before Lightning reads it, and decides
-   its form.
+1. :class:`ExactLoading` (exact_loading.py) sees every loader before Lightning reads it. Its form
+   depends on its kind, and on who shares the data among the ranks: :class:`Shares` (shares.py).
 2. A plain loader over a dataset that is asked by keys becomes an :class:`ExactLoader`. The order of
    an epoch's samples is drawn from (seed, epoch) alone, and cut into batches and shares:
    :class:`ExactBatches` (batches.py). To start at batch k, the same order is drawn again, and the
@@ -18,8 +18,8 @@ How a resume in the middle of an epoch is exact:
    transform depends on what was read before, or by which worker.
 3. Anything else (a stream, a loader of the user's own) becomes a :class:`WatchedLoader`. Nobody can
    leave out its first k batches. If it has a state, the state is kept after every batch, and loaded
-   again. It is tried before training (proof.py). Where it has none, or not a good one, checkpoints
-   are only taken at the end of an epoch.
+   again. It is tried before training (proof.py), and what is not exact is said (faults.py). Where it
+   has none, or not a good one, checkpoints are only taken at the end of an epoch.
 4. The seed is given, or drawn from torch's generator or the loader's own as a training starts
    (:meth:`ExactLoading.settle_seed`), and kept in every checkpoint.
 5. A checkpoint holds a :class:`Start` and, for each loader, what :meth:`Passes.state_after` returns

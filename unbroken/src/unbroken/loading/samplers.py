@@ -101,6 +101,14 @@ def cut_anew(loader: Any, cut: Cut) -> None:
         loader.batch_sampler.drop_last = cut.drop_last
 
 
+def name_of(loader: Any) -> str:
+    """The name of the class that decides what is read: an own loader's, else the dataset's."""
+    is_own_loader = isinstance(loader, DataLoader) and not is_plain(loader)
+    if is_own_loader or not hasattr(loader, "dataset"):
+        return type(loader).__name__
+    return type(loader.dataset).__name__
+
+
 def generators_of_order(source: Any) -> list[torch.Generator]:
     """The generators of torch that a sampler, and those within it, draw the order from.
 

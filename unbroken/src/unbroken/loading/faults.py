@@ -1,0 +1,166 @@
+"""What of a run's loaders cannot be resumed exactly: what their kind tells, and what trials before
+training show.
+"""
+
+from typing import Any
+
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
+from unbroken import contract
+from unbroken.loading.exact_loader import ExactLoader
+from unbroken.loading.proof import OTHER_SAMPLES, Proof, fault_of_next_epoch, proved
+from unbroken.loading.repeating import gives_others_when_asked_again
+from unbroken.loading.samplers import SEEDABLE, has_state, is_plain, name_of, source_of
+from unbroken.stopping.ranks import of_all_ranks
+
+
+class Faults:
+    """Finds the faults of a run's loaders, and says them.
+
+    Args:
+        lines: Where to add what is to be said. Several loaders may say the same.
+    """
+
+    def __init__(self, lines: list[str]) -> None:
+        self._lines = lines
+        # What trials have shown, by the loader's number in an epoch and the name of what was tried.
+        self._proofs: dict[tuple[int, str], Proof] = {}
+        # The names of data sets that were fetched from twice.
+        self._fetched_twice: set[str] = set()
+        # The names of what validations read and was tried.
+        self._tried_validations: set[str] = set()
+
+    def look_at(self, loader: DataLoader[Any], found: ExactLoader, trainer: Trainer) -> None:
+        """Say what is not exact in an exact loader.
+
+        Args:
+            loader: As the user gave it.
+            found: Its exact form.
+            trainer: Says what it is for.
+        """
+        source = source_of(loader)
+        if trainer.training and not _has_known_order(source):
+            self._lines.append(
+                f"{type(source).__name__} has neither set_epoch nor state_dict: if it keeps its"
+                " own random state, or is changed elsewhere than in on_train_epoch_start, a"
+                " resumed run sees another order."
+            )
+        if loader.num_workers > 1 and not loader.in_order:
+            # Batches come as workers have them ready, in an order that nobody knows.
+            self._lines.append(
+                f"a resume is not exact: {name_of(loader)} is read with in_order=False, and gives"
+                " the batch that is ready first."
+            )
+        self._look_for_a_set_with_a_state(found, trainer)
+
+    def _look_for_a_set_with_a_state(self, loader: ExactLoader, trainer: Trainer) -> None:
+        """Say so where samples depend on what was fetched before: no state of it is kept."""
+        name = type(loader.dataset).__name__
+        is_new = trainer.state.fn == "fit" and name not in self._fetched_twice
+        if not is_new or trainer.global_rank != 0:
+            return
+        self._fetched_twice.add(name)
+        if gives_others_when_asked_again(loader):
+            self._lines.append(
+                f"a resume is not exact: {name} gives other samples when the same are fetched"
+                " again, because it keeps a state (such as a queue, a count or a generator). Let a"
+                " sample be a function of its key and the epoch alone."
+            )
+
+    def try_training(self, loader: Any, number: int, seed: int, trainer: Trainer) -> Proof:
+        """How a run can be resumed with a loader that is read as it is. Every rank calls it.
+
+        Args:
+            loader: As the user gave it.
+            number: Its number in an epoch.
+            seed: As training uses it.
+            trainer: Limits its batches.
+
+        Returns:
+            Its ``fault`` is that of any rank: ranks save together, and one that cannot start inside
+            an epoch decides for all.
+        """
+        owner, fault = _claimed_owner(loader)
+        name = name_of(loader) if owner is None else type(owner).__name__
+        place = (number, name)
+        if place not in self._proofs:
+            batches = _batches_of_epoch(trainer.limit_train_batches, loader)
+            proof = proved(loader, owner, fault, seed, batches)
+            faults = [each for each in of_all_ranks(proof.fault) if each is not None]
+            self._proofs[place] = proof._replace(fault=next(iter(faults), None))
+            self._say(name, self._proofs[place])
+        self._look_for_workers_that_live_on(loader)
+        proof = self._proofs[place]
+        # It may be one of an earlier epoch, because each trial takes a moment.
+        return proof if proof.owner is None else proof._replace(owner=owner)
+
+    def _say(self, name: str, proof: Proof) -> None:
+        if proof.fault is not None:
+            self._lines.append(
+                f"the training data come from {name}, {proof.fault}: a resumed run goes on from the"
+                " last epoch's end."
+            )
+        if proof.next_fault == OTHER_SAMPLES:
+            self._lines.append(
+                f"a resume is not exact: {name} {OTHER_SAMPLES} (it may draw from a random "
+                "generator of its own, or count its epochs itself)."
+            )
+        elif proof.next_fault is not None:
+            self._lines.append(f"a resume may not be exact: {name} {proof.next_fault}.")
+
+    def _look_for_workers_that_live_on(self, loader: Any) -> None:
+        is_own_loader = isinstance(loader, DataLoader) and not is_plain(loader)
+        if is_own_loader and loader.persistent_workers:
+            self._lines.append(
+                f"the workers of {name_of(loader)} outlive an epoch: if they draw random numbers, "
+                "a resumed run sees others."
+            )
+
+    def try_validation(self, loader: Any, seed: int, trainer: Trainer) -> None:
+        """Say it where a validation's samples depend on the validations before: no state of them
+        is kept.
+        """
+        name = name_of(loader)
+        if name in self._tried_validations:
+            return
+        self._tried_validations.add(name)
+        batches = _batches_of_epoch(trainer.limit_val_batches, loader)
+        fault = fault_of_next_epoch(loader, None, seed, batches)
+        if fault == OTHER_SAMPLES:
+            self._lines.append(
+                f"the validations of a resumed run are not exact: {name} {OTHER_SAMPLES} (it may go"
+                " on from one validation to the next, or draw from a random generator of its own)."
+            )
+
+
+def _has_known_order(source: Any) -> bool:
+    """Whether the order of a sampler is a function of seed and epoch, or its state is kept."""
+    is_by_epoch = isinstance(source, contract.OrdersByEpoch)
+    return isinstance(source, SEEDABLE) or is_by_epoch or has_state(source)
+
+
+def _claimed_owner(loader: Any) -> tuple[Any, str | None]:
+    """What says that it has a state, or None and why nothing does."""
+    if has_state(loader):
+        return loader, None
+    dataset = getattr(loader, "dataset", None)
+    if not has_state(dataset):
+        return None, "which has no state_dict"
+    if getattr(loader, "num_workers", 0):
+        # With workers the datasets that count are theirs.
+        return None, "whose state is in its worker processes and cannot be had"
+    return dataset, None
+
+
+def _batches_of_epoch(limit: Any, loader: Any) -> int | None:
+    """How many batches of a loader an epoch reads; None: all, or it is not known.
+
+    ``limit`` is the Trainer's ``limit_train_batches`` or ``limit_val_batches``.
+    """
+    if isinstance(limit, int):
+        return limit
+    length = sized_len(loader)
+    if limit is None or limit == 1.0 or length is None:
+        return None
+    return int(length * limit)
