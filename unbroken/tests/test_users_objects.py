@@ -1027,3 +1027,35 @@ def test_how_often_is_logged_is_no_setting_that_training_changes() -> None:
     part.begin(trainer)
     trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
     assert part.take(trainer) == {}, "a callback of the library puts it back"
+
+
+class Grows(Plain):
+    """Trains on four rows more in each epoch and validates twice in each. In the last one it lets
+    the Trainer validate after each batch.
+    """
+
+    def train_dataloader(self) -> Any:
+        rows = 4 * (self.trainer.current_epoch + 2)
+        return DataLoader(TensorDataset(torch.arange(float(rows))[:, None] / rows), 2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(2, 1)), 2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[0]).sum())
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.current_epoch == 2:
+            self.trainer.val_check_batch = 1
+
+
+def test_what_lightning_computes_from_the_length_of_new_loaders_is_no_change(
+    tmp_path: Path,
+) -> None:
+    changed = {}
+    for epochs in (2, 3):
+        trained(tmp_path / str(epochs), Grows(), max_epochs=epochs, val_check_interval=0.5)
+        saved = torch.load(tmp_path / str(epochs) / "last.ckpt", weights_only=True)
+        changed[epochs] = saved["run"]["state"]["trainer"]
+    assert changed[2] == {}
+    assert changed[3] == {"val_check_batch": [None, 4, 1]}

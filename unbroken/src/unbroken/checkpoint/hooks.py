@@ -111,6 +111,8 @@ class Hooks(Callback):
         engine.restoring.give_generators_again(trainer)
         # Before the first epoch there is nothing to save.
         if trainer.current_epoch > 0 and not engine.restoring.is_under_way:
+            if engine.loading.loaded_at == trainer.current_epoch:
+                engine.kept.settings.loaders_are_made(trainer)
             engine.following.epoch_is_over(trainer, engine.ending.group)
             engine.saving.between_epochs(trainer)
 

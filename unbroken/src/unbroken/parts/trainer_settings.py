@@ -93,6 +93,12 @@ class TrainerSettings(Part):
             if self._begun[name] == given:
                 self._begun[name] = self._typed[name]
 
+    def loaders_are_made(self, trainer: Trainer) -> None:
+        """Lightning has made the loaders of an epoch anew, and has computed from their length when
+        to validate. That is no change of the user's.
+        """
+        self._begun["val_check_batch"] = trainer.val_check_batch
+
     def take(self, trainer: Trainer) -> dict[str, list[Any]]:
         changed: dict[str, list[Any]] = {}
         for name, now in self._settings(trainer).items():
