@@ -41,7 +41,7 @@ from torch.utils.data import (
     get_worker_info,
     random_split,
 )
-from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL
+from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, signal_handling
 from unbroken import ExactCheckpoint
 from unbroken.errors import UserError
 from unbroken.loading import (
@@ -504,6 +504,33 @@ def test_what_workers_are_asked_for_needs_no_shared_memory(kind: Any) -> None:
 def test_what_a_worker_does_to_its_dataset_reaches_it() -> None:
     ours = exact(DataLoader(Opened(8), batch_size=4, num_workers=2, worker_init_fn=open_handle))
     assert [batch.tolist() for batch in ours] == [[10] * 4, [11] * 4]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: exact(DataLoader(Numbers(24), 4, num_workers=2)),
+        lambda: WatchedLoader(DataLoader(Stream(), 4, num_workers=2), None, 0),
+    ],
+    ids=["keys", "stream"],
+)
+def test_a_worker_that_is_asked_to_stop_as_it_starts_does_not_end(
+    read: Callable[[], Any], number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher asks all processes of a run, and the trainer ends them when it has saved."""
+    prepare = signal_handling._set_worker_signal_handlers
+
+    def prepare_and_ask() -> None:
+        prepare()
+        os.kill(os.getpid(), number)
+
+    # A worker is a fork, in which torch calls this before the worker_init_fn.
+    monkeypatch.setattr(signal_handling, "_set_worker_signal_handlers", prepare_and_ask)
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert len([*read()]) >= 6
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == blocked
 
 
 def test_lightning_ends_the_workers_of_a_training(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ How a resume in the middle of an epoch is exact:
    transform depends on what was read before, or by which worker.
 3. Anything else (a stream, a loader of the user's own) becomes a :class:`WatchedLoader`. Nobody can
    leave out its first k batches. If it has a state, the state is kept after every batch, and loaded
-   again. It is tried before training (proof.py), and what is not exact is said (faults.py). Where it
-   has none, or not a good one, checkpoints are only taken at the end of an epoch.
+   again. It is tried before training (proof.py), and what is not exact is said (faults.py). Where
+   it has none, or not a good one, checkpoints are only taken at the end of an epoch.
 4. The seed is given, or drawn from torch's generator or the loader's own as a training starts
    (:meth:`ExactLoading.settle_seed`), and kept in every checkpoint.
 5. A checkpoint holds a :class:`Start` and, for each loader, what :meth:`Passes.state_after` returns

@@ -16,6 +16,8 @@ from weakref import WeakKeyDictionary
 from torch.utils import data
 from unbroken.lightning_internals import queues_to_workers, tell_what_cannot_be_sent
 
+# A launcher sends them to all processes of a run.
+STOPS = (signal.SIGINT, signal.SIGTERM)
 # The iterators of loaders with workers, and the queues of each. See :func:`iterate`.
 _queues: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
@@ -28,8 +30,11 @@ def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
         worker: Its number.
         further: The user's own ``worker_init_fn``.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in STOPS:
         signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        # See stops_wait.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     tell_what_cannot_be_sent()
     # For other libraries. Torch sees to itself.
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -48,11 +53,31 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
     of references, the queues that the word would take are closed first. So they are held here as
     long as the iterator lives. Otherwise it would wait ten seconds for each worker.
     """
-    batches = iter(loader)
+    with stops_wait(loader):
+        batches = iter(loader)
     queues = queues_to_workers(batches)
     if queues:
         _queues[batches] = queues
     return batches
+
+
+@contextmanager
+def stops_wait(loader: Any) -> Iterator[None]:
+    """Inside, stop signals wait, and those of workers that start wait until :func:`prepare_worker`
+    lets them ignore them. Before, torch would end the worker, and with it the run.
+
+    Workers that are prepared in another way are left alone. Windows has no such signals.
+    """
+    prepare = getattr(loader, "worker_init_fn", None)
+    is_prepared = isinstance(prepare, functools.partial) and prepare.func is prepare_worker
+    if not is_prepared or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @functools.cache
