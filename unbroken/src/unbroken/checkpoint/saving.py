@@ -303,7 +303,7 @@ class Saving:
         files = self._own_folder.files
         seconds = files.seconds_to_save()
         if seconds > STOP_S:
-            gib = files.costs.bytes / 2**30
+            gib = files.costs.last_bytes / 2**30
             say(
                 f"the run ends when its state of {gib:.1f} GiB is on the disk, in about"
                 f" {seconds:.0f} s."
@@ -338,10 +338,10 @@ class Saving:
         """What the saves of this start have cost, by the names of the summary."""
         costs = self._own_folder.files.costs
         seconds = max(time.monotonic() - self._began, costs.wait_seconds)
-        if not costs.bytes or seconds <= 0:
+        if not costs.last_bytes or seconds <= 0:
             return {}
         return {
             "checkpoint/wait_pct": 100 * costs.wait_seconds / seconds,
-            "checkpoint/seconds": costs.write_seconds,
-            "checkpoint/gib": costs.bytes / 2**30,
+            "checkpoint/seconds": costs.last_write_seconds,
+            "checkpoint/gib": costs.last_bytes / 2**30,
         }

@@ -38,7 +38,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 from unbroken.parts.generators import random_state
-from unbroken.parts.part import Part
+from unbroken.parts.part import Note, Part
 from unbroken.tensors.bits import settled, sums_of_bits, tensors_and_plain
 
 # Optimizer steps
@@ -151,7 +151,7 @@ class Chain(Part):
         self.links = [Link(*each) for each in value.tolist()]
 
 
-class BitsInMemory(Part):
+class BitsInMemory(Note):
     """What the bits of weights and optimizers are at a save, in the memory of each rank.
 
     A resumed run compares them when it has everything back (see
@@ -174,9 +174,6 @@ class BitsInMemory(Part):
             "optimizer": digest_of(settled(optimizer)),
             "device": trainer.strategy.root_device.type,
         }
-
-    def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
-        """Other parts may come later. So it is compared when all of them are back."""
 
     def differences(self, trainer: Trainer, saved: dict[str, Any]) -> list[str]:
         """Which of weights and optimizer are not what :meth:`take` found. On a device of another

@@ -5,17 +5,16 @@ from typing import Any
 from lightning.pytorch import Trainer
 from unbroken.loading import ExactLoading
 from unbroken.loading.held_data import outline_of_samples
-from unbroken.parts.part import Part
+from unbroken.parts.part import Note
 
 
-class LoaderPositions(Part):
+class LoaderPositions(Note):
     """For each loader of the training: the batch at which its present pass began, and its own or
     its sampler's state.
 
-    These are taken like any other part. They are given back earlier, as the checkpoint is read: a
-    loader may be asked for its first batch before training starts. So
     :class:`unbroken.checkpoint.restoring.Restoring` hands them to
-    :class:`unbroken.loading.ExactLoading` itself.
+    :class:`unbroken.loading.ExactLoading` as the checkpoint is read, because a loader may be asked
+    for its first batch before training starts.
     """
 
     name = "loaders"
@@ -29,17 +28,14 @@ class LoaderPositions(Part):
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
         return [loader.state_after(done, self.epoch_is_over) for loader in self.loading.training]
 
-    def give_back(self, trainer: Trainer, value: list[tuple[int, Any]]) -> None:
-        """The loaders have been there since the checkpoint was read."""
 
-
-class BatchSizes(Part):
+class BatchSizes(Note):
     """For each loader of the training: the size of its batches and ``drop_last``, as the loader was
     made, in the pass that is read, and in the next one. ``batch_sampler.batch_size`` may be changed
     in training.
 
-    They are given back where the hooks of the epoch's start have been called again, before batches
-    are counted (see :class:`unbroken.checkpoint.restoring.Restoring`).
+    :class:`unbroken.checkpoint.restoring.Restoring` tells the loaders where the hooks of the
+    epoch's start have been called again, before batches are counted.
     """
 
     name = "batch_sizes"
@@ -51,15 +47,13 @@ class BatchSizes(Part):
         epoch_is_over = self.positions.epoch_is_over
         return [each.kept_cut(epoch_is_over) for each in self.positions.loading.training]
 
-    def give_back(self, trainer: Trainer, value: list[dict[str, Any]]) -> None:
-        """The loaders have been told before."""
 
-
-class DataSets(Part):
+class DataSets(Note):
     """What the training's data sets hold, as far as it is seen without asking for a sample: as
     training began, and now.
 
-    A split that is drawn anew at each start trains on what was held out before.
+    The user's code makes them. A split that it draws anew at each start trains on what was held out
+    before: :meth:`others` tells.
     """
 
     name = "data_sets"
@@ -75,9 +69,6 @@ class DataSets(Part):
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
         return {"begun": self._begun, "now": self._look()}
-
-    def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
-        """The user's code makes them. See :meth:`others`."""
 
     def others(self, saved: dict[str, Any]) -> list[str]:
         """The names of data sets with other samples than at the save, and than at the start before

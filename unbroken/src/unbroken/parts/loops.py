@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import Trainer
 from unbroken import lightning_internals
-from unbroken.parts.part import Part
+from unbroken.parts.part import Note, Part
 
 # Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last),
 # inside validation.
@@ -40,11 +40,12 @@ class WasValidated(Part):
         self.is_so = value
 
 
-class EarlyStop(Part):
+class EarlyStop(Note):
     """Whether a callback has asked the Trainer to stop early.
 
     A run that had stopped early stays so, unless the user has changed a setting, such as a patience
-    or a time limit.
+    or a time limit. Restoring sees to it as it reads the checkpoint, because the loops ask before
+    training starts.
     """
 
     name = "should_stop"
@@ -52,9 +53,6 @@ class EarlyStop(Part):
 
     def take(self, trainer: Trainer) -> bool:
         return trainer.should_stop
-
-    def give_back(self, trainer: Trainer, value: bool) -> None:
-        """It is given back as the checkpoint is read, for the loops ask before training starts."""
 
 
 def states_of_loaders(fit: dict[str, Any]) -> list[Any]:

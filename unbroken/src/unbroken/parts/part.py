@@ -69,3 +69,10 @@ class Part:
 
     def start_anew(self) -> None:
         """Called where a run starts from the beginning. An earlier one may have left something."""
+
+
+class Note(Part):
+    """A part that a resumed run only reads. Its class says who does."""
+
+    def give_back(self, trainer: Trainer, value: Any) -> None:
+        """There is nothing to put back."""

@@ -69,7 +69,7 @@ class RunFiles:
         """About how long a save takes from now on: as long as the last one, and once more where
         that is still on its way. 0: nothing is known yet.
         """
-        return self.costs.write_seconds * (2 if self.is_busy else 1)
+        return self.costs.last_write_seconds * (2 if self.is_busy else 1)
 
     def wait(self) -> None:
         """Wait until the save that is under way is on the disk, or has failed."""
@@ -173,7 +173,7 @@ class RunFiles:
         """
         self._thread.wait()
         size = bytes_in(checkpoint)
-        self.costs.bytes = size
+        self.costs.last_bytes = size
         if size < WRITTEN_AT_ONCE:
             self._to_disk(job, checkpoint)
             self.costs.last_background_seconds = 0.0
@@ -183,7 +183,7 @@ class RunFiles:
         def write_staged() -> None:
             self._staging.wait()
             self._to_disk(job, staged)
-            self.costs.last_background_seconds = self.costs.write_seconds
+            self.costs.last_background_seconds = self.costs.last_write_seconds
 
         self._thread.begin(write_staged)
 
@@ -203,7 +203,7 @@ class RunFiles:
         else:
             self.trouble.end()
             job.when_saved()
-        self.costs.write_seconds = time.perf_counter() - begun
+        self.costs.last_write_seconds = time.perf_counter() - begun
 
 
 class OneSave(TorchCheckpointIO):
@@ -272,9 +272,9 @@ class Costs:
     # The last save: how long training stood still, how long the file took, how much of that was
     # beside the training, and its size.
     last_wait_seconds: float = 0.0
-    write_seconds: float = 0.0
+    last_write_seconds: float = 0.0
     last_background_seconds: float = 0.0
-    bytes: int = 0
+    last_bytes: int = 0
 
     @property
     def last_seconds(self) -> float:
