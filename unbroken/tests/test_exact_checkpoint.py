@@ -649,26 +649,31 @@ def test_where_nothing_is_saved_no_file_of_the_working_folder_is_taken_for_ours(
 class AsksForAQueue(Regression):
     """Gets SLURM's signal in the first batch of a validation."""
 
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), self.number)
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGHUP])
 def test_slurms_signal_in_the_first_validation_queues_the_job_again(
-    workplace: Path, monkeypatch: pytest.MonkeyPatch
+    number: int, workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queued: list[int] = []
     monkeypatch.setattr(ending, "requeue_job", lambda: queued.append(1))
-    before = signal.getsignal(signal.SIGUSR1)
-    keep = ExactCheckpoint("r", requeue_signal=signal.SIGUSR1)
+    before = signal.getsignal(number)
+    keep = ExactCheckpoint("r", requeue_signal=number)
     trainer = Trainer(
         max_epochs=1, accelerator="cpu", callbacks=[keep], logger=False, enable_progress_bar=False
     )
     with pytest.raises(Stopped) as stopped:
-        trainer.fit(AsksForAQueue())
+        trainer.fit(AsksForAQueue(number))
     assert stopped.value.code == 143
     assert queued == [1]
-    assert signal.getsignal(signal.SIGUSR1) == before
+    assert signal.getsignal(number) == before
 
 
 class Stateless(LightningDataModule):

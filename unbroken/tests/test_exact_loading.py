@@ -59,7 +59,7 @@ from unbroken.loading.watched_loader import WatchedLoader
 from unbroken.loading.workers import workers_end_with_block
 from unbroken.seams import Seams
 from unbroken.stopping.ranks import of_all_ranks
-from unbroken.stopping.stop import Agreement, NextBatch
+from unbroken.stopping.stop import Agreement, NextBatch, request_of
 from unbroken.tensors.same_values import is_same
 
 from tests.commands import complete, rows, run_ranks
@@ -1027,7 +1027,7 @@ def read_as_one_of_two_ranks(
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     agreement = Agreement(2)
     loading = ExactLoading(seed=0)
-    request = signal.SIGTERM if rank == 1 else 0
+    request = request_of(signal.SIGTERM) if rank == 1 else 0
     loading.shares.next_batch = lambda has_one: agreement.next_batch(rank, has_one, request)
     epochs: list[list[int]] = []
     try:
@@ -1042,7 +1042,7 @@ def read_as_one_of_two_ranks(
                 epochs[-1].append(int(batch))
                 if training:
                     dist.all_reduce(torch.ones(1))
-                    assert agreement.latest(0) == signal.SIGTERM
+                    assert agreement.exchange(0) == request_of(signal.SIGTERM)
             passes_of(loader).state_after(len(epochs[-1]), epoch_ends=True)
         told.put((rank, epochs))
     except UserError as error:

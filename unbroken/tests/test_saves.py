@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.interval import Interval
+from unbroken.checkpoint.kept import KeptParts
 from unbroken.errors import NotSaved
 from unbroken.storage import checkpoint_files, files, run_files
 from unbroken.storage.files import NotWritten, copy_atomically
@@ -79,7 +81,8 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, DataLoader(data, batch_size=1), ckpt_path=resumed)
+    loader = None if kind is Streams else DataLoader(data, batch_size=1)
+    trainer.fit(module, loader, ckpt_path=resumed)
     return module
 
 
@@ -230,6 +233,49 @@ def test_a_run_whose_last_state_cannot_be_saved_says_so_and_keeps_the_file_befor
     with pytest.raises(NotSaved, match=r"its last state is not saved: .*No space left on device"):
         fit(ExactCheckpoint(tmp_path, every="1"), kind=WaitsForSaves)
     assert checkpoint(tmp_path / "last.ckpt")["global_step"] == 3
+
+
+class Streams(Small):
+    """Reads what cannot be started inside an epoch, and is asked to stop in the second one."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Numbers(), batch_size=1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.global_step == 6:
+            signal.raise_signal(signal.SIGTERM)
+
+
+class Numbers(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter([(row,) for row in torch.linspace(-1, 1, 12).reshape(4, 3)])
+
+
+def test_a_stop_that_has_nothing_to_save_says_that_the_epochs_save_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_no_room(contents: dict[str, Any], path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(checkpoint_files, "save_to", has_no_room)
+    with pytest.raises(NotSaved, match=r"its last state is not saved: .*No space left on device"):
+        fit(ExactCheckpoint(tmp_path), kind=Streams, epochs=3)
+
+
+def test_a_run_that_cannot_start_inside_an_epoch_takes_nothing_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[str] = []
+    take = KeptParts.take
+
+    def noting(self: KeptParts, trainer: Trainer, place: Any) -> Any:
+        taken.append(place)
+        return take(self, trainer, place)
+
+    monkeypatch.setattr(KeptParts, "take", noting)
+    with pytest.raises(SystemExit):
+        fit(ExactCheckpoint(tmp_path, every="1"), kind=Streams, epochs=3)
+    assert taken == ["epoch", "batch"], "at the first epoch's end and at the stop"
 
 
 @pytest.mark.usefixtures("_every_save_is_large")

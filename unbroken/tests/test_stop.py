@@ -17,7 +17,7 @@ import pytest
 from numerals.fit import job as fit
 from unbroken.checkpoint.ending import Ending
 from unbroken.checkpoint.own_folder import OwnFolder
-from unbroken.stopping.stop import SAVE_DUE, Agreement
+from unbroken.stopping.stop import SAVE_DUE, Agreement, request_of, signal_of
 
 from tests.commands import (
     CPU2,
@@ -182,10 +182,41 @@ def test_a_rank_that_dies_takes_the_job_down(workplace: Path) -> None:
     assert time.monotonic() - began < 30
 
 
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Agreement:
+    """The agreement of a rank whose neighbour asks for nothing."""
+    reduced = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr("torch.distributed.all_reduce", lambda value, **_: reduced)
+    agreement = Agreement(world_size=1)
+    agreement.group = "two ranks"
+    return agreement
+
+
+def test_a_save_is_not_asked_for_again_by_a_request_from_before_it(two_ranks: Agreement) -> None:
+    """Rank zero asks until the save is done, and each request arrives one call later."""
+    assert two_ranks.exchange(SAVE_DUE) == 0
+    assert two_ranks.exchange(SAVE_DUE) == SAVE_DUE
+    two_ranks.note_saved()
+    assert two_ranks.exchange(SAVE_DUE) == 0, "of the call before the save"
+    assert two_ranks.exchange(0) == SAVE_DUE, "of the call after it"
+
+
+def test_a_stop_that_was_asked_for_before_a_save_counts_after_it(two_ranks: Agreement) -> None:
+    two_ranks.exchange(request_of(signal.SIGTERM))
+    two_ranks.note_saved()
+    assert two_ranks.exchange(0) == request_of(signal.SIGTERM)
+
+
+def test_a_request_of_one_training_does_not_reach_the_next(two_ranks: Agreement) -> None:
+    two_ranks.exchange(request_of(signal.SIGINT))
+    two_ranks.begin()
+    assert [two_ranks.exchange(0), two_ranks.exchange(0)] == [0, 0]
+
+
 def test_ranks_agree_a_step_later_and_at_the_end_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = iter([signal.SIGTERM, 0])  # what the other rank has received, at each call
+    others = iter([request_of(signal.SIGTERM), 0])  # what the other rank has received, at each call
 
     def reduce(value: Any, **_: Any) -> Any:
         value.fill_(max(int(value), next(others)))
@@ -193,12 +224,12 @@ def test_ranks_agree_a_step_later_and_at_the_end_at_once(
 
     monkeypatch.setattr("torch.distributed.all_reduce", reduce)
     agreement = Agreement(world_size=1)
-    assert agreement.latest(SAVE_DUE) == SAVE_DUE, "alone"
+    assert agreement.exchange(SAVE_DUE) == SAVE_DUE, "alone"
     agreement.group = "two ranks"
-    assert [agreement.latest(0), agreement.latest(0)] == [0, signal.SIGTERM]
+    assert [agreement.exchange(0), agreement.exchange(0)] == [0, request_of(signal.SIGTERM)]
 
     def gather(found: list[Any], mine: Any, group: Any) -> None:
-        found[:] = [mine, signal.SIGINT]
+        found[:] = [mine, request_of(signal.SIGINT)]
         assert group == "two ranks"
 
     answers = {
@@ -211,5 +242,46 @@ def test_ranks_agree_a_step_later_and_at_the_end_at_once(
     ending = Ending(OwnFolder(tmp_path, None, None), None)
     ending._agreement = agreement
     ending.agree_at_the_end()
-    assert ending.request == signal.SIGINT
+    assert signal_of(ending.request) == signal.SIGINT
     assert ending.is_asked_for
+
+
+# Counts on rank zero after which steps it has saved, with an interval of a second.
+TIMED = """
+import sys, time
+from pathlib import Path
+from lightning.pytorch import Trainer
+from unbroken import ExactCheckpoint
+from unbroken.storage import checkpoint_files
+from tests.plain_module import Regression
+
+write = checkpoint_files.save_to
+
+def noting(contents, path):
+    with open("saved.txt", "a") as file:
+        print(contents["global_step"], file=file)
+    write(contents, path)
+
+class Slow(Regression):
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.15)
+        return super().training_step(batch, batch_idx)
+
+checkpoint_files.save_to = noting
+trainer = Trainer(
+    max_steps=24, max_epochs=-1, limit_val_batches=0, accelerator="cpu", devices=2,
+    callbacks=[ExactCheckpoint("r", every="1s")], logger=False, enable_progress_bar=False,
+)
+trainer.fit(Slow())
+"""
+
+
+@pytest.mark.nightly
+def test_two_ranks_save_once_each_time_that_the_seconds_are_over(workplace: Path) -> None:
+    Path("timed.py").write_text(TIMED)
+    ended = complete([sys.executable, "timed.py"], fresh=True)
+    assert ended.returncode == 0, ended.stderr
+    saved = [int(line) for line in Path("saved.txt").read_text().split()]
+    timed = [step for step in saved if step % 10 and step != 24]
+    assert timed
+    assert not [step for step in timed if step + 1 in saved], saved

@@ -273,8 +273,9 @@ class GathersBatches(Protocol, metaclass=AsksByName):
     def gather(self, indices: Tensor) -> Any:
         """``indices``: int64 (batch,). Returns the batch.
 
-        Whether it draws random numbers is told by an epoch's first batch: one that draws does so
-        for each.
+        It may draw random numbers from the generators of Python, NumPy and torch in CPU memory,
+        also where the batch lies on a GPU, whose generator is the training's. Whether it draws is
+        told by the first batch that a process gathers: one that draws does so for each.
         """
         ...
 

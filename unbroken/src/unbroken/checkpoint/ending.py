@@ -11,7 +11,14 @@ from unbroken.checkpoint.own_folder import OwnFolder
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.stopping.slurm import requeue_job, requeue_signal_of
-from unbroken.stopping.stop import SAVE_DUE, Agreement, NextBatch, Terminated
+from unbroken.stopping.stop import (
+    SAVE_DUE,
+    Agreement,
+    NextBatch,
+    Terminated,
+    request_of,
+    signal_of,
+)
 from unbroken.storage.files import NotWritten, copy_atomically
 
 
@@ -25,7 +32,7 @@ class Ending:
     """
 
     def __init__(self, own_folder: OwnFolder, requeue_signal: int | None) -> None:
-        # What all ranks have agreed upon: the signal to stop by, SAVE_DUE, or 0.
+        # What all ranks have agreed upon: to stop, SAVE_DUE, or 0 (see stop.py).
         self.request = 0
         self._own_folder = own_folder
         self._requeue_signal = requeue_signal
@@ -41,6 +48,7 @@ class Ending:
         """Take over the signals, and let the ranks meet."""
         if self._agreement is None:
             self._agreement = Agreement(trainer.world_size)
+        self._agreement.begin()
         lightning_internals.leave_signals_alone(trainer)
         if self._requeue_signal is None:
             environment = lightning_internals.cluster_environment(trainer)
@@ -64,15 +72,22 @@ class Ending:
         return self.request > SAVE_DUE
 
     def agree(self, mine: int) -> None:
-        """Give this rank's request, and note what all have asked for: one rank now, several one
-        call ago.
+        """Send this rank's request, and note what all have asked for: one rank now, several at the
+        call before.
         """
         assert self._agreement is not None
-        self.request = max(self.request, self._agreement.latest(mine))
+        self.request = max(self.request, self._agreement.exchange(mine))
 
     def agree_at_the_end(self) -> None:
         """Note what all ranks ask for now. They wait for one another."""
-        self.request = max(self.request, *of_all_ranks(signals.state.requested, self.group))
+        mine = request_of(signals.state.requested)
+        self.request = max(self.request, *of_all_ranks(mine, self.group))
+
+    def is_done(self) -> None:
+        """What was asked for is done, or cannot be done now. Every rank calls it."""
+        assert self._agreement is not None
+        self.request = 0
+        self._agreement.note_saved()
 
     def next_batch(self, rank: int, has_one: bool, mine: int) -> NextBatch:
         """Which ranks have a further batch; this rank's request goes along."""
@@ -81,7 +96,7 @@ class Ending:
 
     def stop(self, trainer: Trainer) -> NoReturn:
         """End the run as the signal asks. At SLURM's, the job is queued again first."""
-        signum = self.request
+        signum = signal_of(self.request)
         self.request = 0
         if signum == self._requeue_signal:
             if trainer.is_global_zero:

@@ -15,6 +15,7 @@ from unbroken.loading import ExactLoader, passes_of
 from unbroken.seams import Seams
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import say
+from unbroken.stopping.stop import request_of
 from unbroken.storage.run_files import OneSave
 
 
@@ -85,7 +86,7 @@ class Hooks(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
-        signals.defer()
+        signals.training_begins()
         engine.own_folder.training_starts()
         engine.saving.training_starts(trainer)
         engine.windows.training_starts(trainer)
@@ -178,7 +179,7 @@ class Hooks(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
         if trainer.state.fn != "fit":
-            signals.defer()
+            signals.training_begins()
             return
         share_buffers(trainer, pl_module, engine.ending.group)
         engine.restoring.validation_starts(trainer)
@@ -199,7 +200,7 @@ class Hooks(Callback):
             return
         if engine.validation.runs:
             snapshot = engine.validation.state_for_a_stop(trainer)
-            engine.saving.save_and_stop(trainer, snapshot)
+            engine.saving.save_and_stop_if_asked(trainer, snapshot)
         else:
             engine.ending.stop(trainer)
 
@@ -215,7 +216,7 @@ class Hooks(Callback):
             if is_last and not trainer.sanity_checking:
                 # Lightning computes the values before the epoch's end.
                 share_sums(trainer)
-        self.engine.ending.agree(signals.state.requested)
+        self.engine.ending.agree(request_of(signals.state.requested))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
@@ -228,7 +229,7 @@ class Hooks(Callback):
             engine.following.validation_is_over(trainer, engine.ending.group)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signals.defer()
+        signals.training_begins()
 
     on_test_batch_end = on_validation_batch_end
 

@@ -13,11 +13,12 @@ In the order in which it happens:
 1. At the end of a step the ranks agree on what any of them asks for: a save, or a stop
    (:meth:`Saving.batch_ends`). A validation or an epoch's end may find a new best.
 2. At one of the moments above every part is taken (:meth:`KeptParts.take`), and
-   :meth:`Saving.save_and_stop` saves it. The step before is done with its logging and its
+   :meth:`Saving.save_and_stop_if_asked` saves it. The step before is done with its logging and its
    validation, and no hook of the next one was called. (validation.py takes the parts for a stop
    inside a validation.)
-3. :class:`unbroken.storage.run_files.RunFiles` lets Lightning make its checkpoint, to which
-   :meth:`Saving._put_state_into` adds what Lightning's lacks. A small one is written at once, a
+3. :class:`unbroken.storage.run_files.RunFiles` lets Lightning make its checkpoint. Lightning calls
+   our ``on_save_checkpoint`` (hooks.py) as it does so, by which :meth:`Saving._put_state_into` adds
+   what Lightning's lacks. A small one is written at once, a
    large one is copied, and a thread writes the copy. A new best is written to ``best.ckpt`` and
    copied to ``last.ckpt``, and any other save to ``last.ckpt`` alone.
 4. A file is written beside its target, flushed to the disk, and renamed
@@ -53,7 +54,7 @@ from unbroken.parts.loops import clean_counters
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.stopping.signals import STOP_S
-from unbroken.stopping.stop import SAVE_DUE, NextBatch
+from unbroken.stopping.stop import SAVE_DUE, NextBatch, request_of
 from unbroken.storage.contents import CHOSEN, RUN_KEY
 from unbroken.version import __version__
 
@@ -133,6 +134,7 @@ class Saving:
         self._ending.agree(self._own_request(trainer))
         # Every rank counts the same steps. A batch may have several.
         is_due = self._interval.is_due_between(self._due_at, trainer.global_step)
+        is_due = is_due and self._loading.starts_inside_epochs
         if is_due and not self._waits_for_disk():
             self._ending.request = max(self._ending.request, SAVE_DUE)
 
@@ -151,13 +153,14 @@ class Saving:
 
     def _own_request(self, trainer: Trainer) -> int:
         """What this rank asks for: to stop, to save, or nothing."""
-        return signals.state.requested or self._request_if_overdue(trainer)
+        return request_of(signals.state.requested) or self._request_if_overdue(trainer)
 
     def _request_if_overdue(self, trainer: Trainer) -> int:
         """SAVE_DUE on rank zero when the seconds between two saves are over, else 0."""
         files = self._own_folder.files
-        # A save that is still on its way to the disk has the memory that the next one needs.
-        if not trainer.is_global_zero or files.is_busy:
+        # A save that is still on its way to the disk has the memory that the next one needs. And
+        # inside an epoch there may be nothing to save.
+        if not trainer.is_global_zero or files.is_busy or not self._loading.starts_inside_epochs:
             return 0
         passed = time.monotonic() - self._last_save
         return SAVE_DUE if self._interval.seconds_are_over(passed, files.costs) else 0
@@ -167,13 +170,13 @@ class Saving:
     def before_batch(self, trainer: Trainer) -> None:
         """Save and stop, if that is due. The next batch is fetched, and no hook has seen it."""
         if self._ending.request or self._following.is_new:
-            self.save_and_stop(trainer, self._kept.take(trainer, "batch"))
+            self.save_and_stop_if_asked(trainer, self._kept.take(trainer, "batch"))
 
     def between_epochs(self, trainer: Trainer) -> None:
         """Save and stop after an epoch. A large state is saved less often than short epochs end."""
         must = self._ending.request or self._following.is_new
         if must or not self._is_too_soon():
-            self.save_and_stop(trainer, self._kept.take(trainer, "epoch"))
+            self.save_and_stop_if_asked(trainer, self._kept.take(trainer, "epoch"))
 
     def _is_too_soon(self) -> bool:
         """Whether the save before is not written yet, or so recent that another one would cost too
@@ -187,15 +190,15 @@ class Saving:
     def training_ends(self, trainer: Trainer) -> None:
         """Save after the last epoch."""
         self._ending.agree_at_the_end()
-        self.save_and_stop(trainer, self._kept.take(trainer, "epoch"), is_end=True)
+        self.save_and_stop_if_asked(trainer, self._kept.take(trainer, "epoch"), is_end=True)
 
     # The save
 
-    def save_and_stop(
+    def save_and_stop_if_asked(
         self, trainer: Trainer, snapshot: Snapshot | None, is_end: bool = False
     ) -> None:
-        """Save a snapshot, unless there is none, and stop if the ranks have agreed to. The last
-        save of a run (``is_end``, or a stop) is on the disk when this returns.
+        """Save a snapshot, unless there is none, and raise Stopped if the ranks have agreed to
+        stop. The last save of a run (``is_end``, or a stop) is on the disk then.
         """
         stops = self._ending.is_asked_for
         self._due_at = trainer.global_step
@@ -210,10 +213,13 @@ class Saving:
                     self._save(trainer, wish)
                     if stops or is_end:
                         self._settle(trainer, wish)
+            elif stops:
+                # The epoch's own save is the last one.
+                self._refuse_to_end_unsaved(self._trouble_of_any_rank())
         self._following.is_new = False
         if stops:
             self._ending.stop(trainer)
-        self._ending.request = 0
+        self._ending.is_done()
 
     @contextmanager
     def _pauses(self, trainer: Trainer) -> Iterator[None]:
@@ -318,7 +324,9 @@ class Saving:
         if self._trouble_of_any_rank() is None:
             return
         self._save(trainer, wish)
-        reason = self._trouble_of_any_rank()
+        self._refuse_to_end_unsaved(self._trouble_of_any_rank())
+
+    def _refuse_to_end_unsaved(self, reason: str | None) -> None:
         if reason is not None:
             raise NotSaved(f"the run has ended, and its last state is not saved: {reason}")
 

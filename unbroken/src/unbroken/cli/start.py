@@ -124,9 +124,9 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     show_in_one_line()
     try:
         code = exit_code(main, sys.argv[1:])
-        signals.end_at_once()
+        signals.command_is_done()
     except signals.Stopped as stop:  # it came while an error was printed
-        signals.end_at_once()
+        signals.command_is_done()
         code = stop.exit_code
     End.code = _flush(code)
     sys.exit(End.code)

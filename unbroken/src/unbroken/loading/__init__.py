@@ -22,8 +22,10 @@ How a resume in the middle of an epoch is exact:
    it has none, or not a good one, checkpoints are only taken at the end of an epoch.
 4. The seed is given, or drawn from torch's generator or the loader's own as a training starts
    (:meth:`ExactLoading.settle_seed`), and kept in every checkpoint.
-5. A checkpoint holds a :class:`Start` and, for each loader, what :meth:`Passes.state_after` returns
-   (passes.py). :meth:`ExactLoading.begin` puts the loaders there when training starts.
+5. A checkpoint holds, for each loader, what :meth:`Passes.state_after` returns (passes.py). The
+   epoch and the number of its batches are in Lightning's own counters. Of both a resumed run makes
+   a :class:`Start` (``Resume.of`` in checkpoint/resume.py), and :meth:`ExactLoading.begin` puts the
+   loaders there when training starts.
 """
 
 from unbroken.loading.batches import ExactBatches as ExactBatches

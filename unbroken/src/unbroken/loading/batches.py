@@ -146,7 +146,7 @@ class ExactBatches(Passes, data.Sampler[Request]):
     @property
     def start_sample(self) -> int:
         """Samples of the source before the next pass's first one."""
-        batches_of_this_pass = max(0, self.start.batches - self.first)
+        batches_of_this_pass = max(0, self.start.batches - self.batches_before)
         # The batches in which they were seen may have had another size.
         samples_per_batch = self.start.samples_per_batch or self.global_batch_size
         done = batches_of_this_pass * samples_per_batch
@@ -157,7 +157,7 @@ class ExactBatches(Passes, data.Sampler[Request]):
     @property
     def start_batch(self) -> int:
         """The number in the epoch of the next pass's first batch."""
-        return self.first + len(self._cuts()) - len(self._cuts(self.start_sample))
+        return self.batches_before + len(self._cuts()) - len(self._cuts(self.start_sample))
 
     def __iter__(self) -> Iterator[Request]:
         self.take_epoch()
@@ -183,7 +183,7 @@ class ExactBatches(Passes, data.Sampler[Request]):
             mine = begin + (end - begin) * self.part // self.parts
             others = begin + (end - begin) * (self.part + 1) // self.parts
             yield epoch, number, order[mine] if gives_batches else order[mine:others]
-        self.first = first_batch + len(cuts) - 1 if self.cycles else 0
+        self.batches_before = first_batch + len(cuts) - 1 if self.cycles else 0
 
     def _check_that_it_can_be_shared(self) -> None:
         if self.cut.batch_size is None:
@@ -201,8 +201,8 @@ class ExactBatches(Passes, data.Sampler[Request]):
     def _order(self) -> Any:
         """The samples (or batches) of a whole pass in order, the same on every rank."""
         epoch_seed = self._epoch_seed()
-        earlier_passes = self.states if self.first else {}
-        self.states = {**earlier_passes, self.first: self.state()}
+        earlier_passes = self.states if self.batches_before else {}
+        self.states = {**earlier_passes, self.batches_before: self.state()}
         source = self.source
         samples = self.num_samples
         if type(source) is data.SequentialSampler:
@@ -231,10 +231,10 @@ class ExactBatches(Passes, data.Sampler[Request]):
     def _epoch_seed(self) -> int:
         # The epochs of two seeds lie far apart.
         seed = self.seeds.order * 1_000_003 + self.start.epoch
-        if self.first:
+        if self.batches_before:
             # A further pass of the same epoch has another order.
-            return hash((seed, self.first)) % 2**63
-        return seed
+            return hash((seed, self.batches_before)) % 2**63
+        return seed % 2**63
 
     def _cuts(self, first: int = 0, samples: int | None = None) -> list[int]:
         """Where the global batches of an epoch's samples from ``first`` on begin, and the last one

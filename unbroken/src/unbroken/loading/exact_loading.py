@@ -169,14 +169,14 @@ class ExactLoading:
         """Put the loaders where training starts."""
         saved = self.start.loaders or self._places_of_states(self.start)
         places = chain(saved, repeat((0, None)))
-        for passes, (first, state) in zip(self.training, places, strict=False):
+        for passes, (batches_before, state) in zip(self.training, places, strict=False):
             if state is not None and passes.owner is None and self.start.loaders:
                 self.lines.append(
                     "the checkpoint holds a state of a loader that has none now: the resume is not"
                     " exact."
                 )
                 state = None
-            passes.start_at(self.start, first, state)
+            passes.start_at(self.start, batches_before, state)
         # Some were made before the checkpoint was read.
         for passes, seeds in zip(self.training, self.seeds, strict=False):
             passes.seeds = seeds

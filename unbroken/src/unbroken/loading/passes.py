@@ -1,4 +1,6 @@
-"""Where training is in its data: the part of a loader that checkpoints keep."""
+"""Where training is in its data. Of it checkpoints keep the states of loaders (:meth:`state_after`
+of :class:`Passes`) and how they cut their batches.
+"""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -54,9 +56,8 @@ class Passes:
         self.seeds = Seeds(seed, seed)
         # Where the next pass starts.
         self.start = Start()
-        # The number in the epoch of the batch at which the next pass begins: the batches of earlier
-        # passes.
-        self.first = 0
+        # The batches of this epoch before the next pass: those of earlier passes.
+        self.batches_before = 0
         # Whether a loader that has no exact form has come to its end.
         self.finished = False
         # Whether a further pass of the same epoch goes on counting, in another order.
@@ -75,7 +76,7 @@ class Passes:
         """The next pass is of this epoch. Another epoch than before starts at its beginning."""
         if epoch != self.start.epoch:
             self.start = Start(epoch)
-            self.first = 0
+            self.batches_before = 0
             self.cut_of_rest = None
 
     def take_epoch(self) -> None:
@@ -83,13 +84,13 @@ class Passes:
         if self.epoch_now is not None:
             self.set_epoch(self.epoch_now())
 
-    def start_at(self, start: Start, first: int = 0, state: Any = None) -> None:
-        """Start inside an epoch, in the pass that began after ``first`` batches, with the owner's
+    def start_at(self, start: Start, batches_before: int = 0, state: Any = None) -> None:
+        """Start inside an epoch, in the pass that began after ``batches_before``, with the owner's
         ``state`` there.
         """
         self.set_epoch(start.epoch)
         self.start = start
-        self.first = first
+        self.batches_before = batches_before
         self.finished = start.over
         if state is not None:
             self.load(state)

@@ -113,7 +113,7 @@ class WatchedLoader(Passes):
         self.take_epoch()
         if self.start.over:
             return
-        first = self.first
+        first = self.batches_before
         done = self._begin_pass()
         batches, batch = self._first_batch(done)
         length = sized_len(self.loader)
@@ -141,7 +141,7 @@ class WatchedLoader(Passes):
             # Another rank has no further batch. A loader with a state goes on here in its next
             # pass, as after --limit_train_batches.
             self.rest = self.states.get(done)
-        self.first = done if self.cycles else 0
+        self.batches_before = done if self.cycles else 0
 
     def _is_handed_out(self, batch: Any, done: int) -> bool:
         """Whether a batch is handed out, the one after ``done`` of this epoch. END never is."""
@@ -155,11 +155,11 @@ class WatchedLoader(Passes):
         if self.rest is not None:
             # As a resumed run does.
             self.load(self.rest)
-        first = self.first
+        first = self.batches_before
         earlier_passes = self.states if first else {}
         self.states = {**earlier_passes, first: self.next_state}
         self.start = Start(self.start.epoch)
-        self.first = 0
+        self.batches_before = 0
         self.rest = None
         self.next_state = None
         self.finished = False

@@ -9,8 +9,8 @@ from unbroken.parts.part import Note
 
 
 class LoaderPositions(Note):
-    """For each loader of the training: the batch at which its present pass began, and its own or
-    its sampler's state.
+    """For each loader of the training: the state of the loader or its sampler, and the batch at
+    which it was taken. How far training is stands in Lightning's own counters.
 
     :class:`unbroken.checkpoint.restoring.Restoring` hands them to
     :class:`unbroken.loading.ExactLoading` as the checkpoint is read, because a loader may be asked

@@ -148,7 +148,7 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
             except NotTested as error:
                 result.summary.notes.append(f"not tested: {error}")
         is_tested = True
-        signals.raise_at_once()  # every step is saved
+        signals.all_is_saved()  # every step is saved
         finish(trainer, result)
         if trainer.is_global_zero:
             # Last: a run with a summary is complete.
@@ -165,7 +165,7 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
             # With one rank a second signal ends the run at once. With several it does not: torchrun
             # signals the remaining ranks as soon as one has ended.
             if trainer.world_size == 1:
-                signals.raise_at_once()
+                signals.all_is_saved()
             finish(trainer, result_of(config, run, trainer, signal.Signals(stop.signum).name))
         if run.mirror is not None and trainer.is_global_zero:
             run.mirror.take()

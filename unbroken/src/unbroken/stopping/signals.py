@@ -160,7 +160,8 @@ class TakenOver:
                     state.scripts_handlers[number] = handler
         if requeue_signal is None:
             return
-        handler = signal.getsignal(requeue_signal)
+        # SIGHUP may be the one, and was taken over above.
+        handler = self._handlers.get(requeue_signal, signal.getsignal(requeue_signal))
         if self._handlers and handler not in (signal.SIG_DFL, None):
             # As in a plain Trainer: a script that handles SLURM's signal itself queues itself.
             return
@@ -217,18 +218,18 @@ def imports_are_done() -> None:
     state.phase = Phase.STARTS
 
 
-def defer() -> None:
-    """Training or a test has begun: from now on a signal waits for the next step boundary."""
+def training_begins() -> None:
+    """Training or a test begins: from now on a signal waits for the next step boundary."""
     state.phase = Phase.TRAINS
     _stop_watching()
 
 
-def raise_at_once() -> None:
-    """Every step is saved: from now on a signal is raised when it comes."""
+def all_is_saved() -> None:
+    """What can be saved is saved: from now on a signal is raised when it comes."""
     state.phase = Phase.SAVED
 
 
-def end_at_once() -> None:
+def command_is_done() -> None:
     """The command is done: from now on a signal ends the process, and is not raised."""
     state.phase = Phase.ENDS
 
@@ -267,7 +268,6 @@ def as_stop(number: int) -> int:
     """SIGINT or SIGTERM: what a received signal is handled as."""
     if number == signal.SIGINT or number == getattr(signal, "SIGBREAK", None):
         return signal.SIGINT
-    # SIGHUP's own number is 1, which means that a save is due: stop.SAVE_DUE.
     return signal.SIGTERM
 
 

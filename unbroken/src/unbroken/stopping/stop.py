@@ -19,9 +19,20 @@ import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from unbroken.stopping.signals import Stopped
 
-# What a rank asks for is 0 (nothing), SAVE_DUE, or a signal's number (stop). The ranks take the
-# largest, so a stop counts more than a save that is due.
+# What a rank asks for is 0 (nothing), SAVE_DUE, or to stop: STOP and the signal's number. The ranks
+# take the largest, so a stop counts more than a save that is due.
 SAVE_DUE = 1
+STOP = 1000
+
+
+def request_of(signum: int) -> int:
+    """What a rank asks for that has got this signal. 0: it has got none."""
+    return STOP + signum if signum else 0
+
+
+def signal_of(request: int) -> int:
+    """The signal by which a request asks to stop."""
+    return request - STOP
 
 
 class Terminated(Stopped, SIGTERMException):
@@ -54,15 +65,36 @@ class Agreement:
     def __init__(self, world_size: int) -> None:
         self.group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
         self._pending: tuple[Any, torch.Tensor] | None = None
-        # What :meth:`next_batch` has brought since the last call of :meth:`latest`.
+        # What :meth:`next_batch` has brought since the last call of :meth:`exchange`.
         self._came_with_batch: int | None = None
+        # Whether the run was saved since the request that the next call of :meth:`exchange`
+        # returns.
+        self._is_saved = False
 
-    def latest(self, request: int) -> int:
-        """Give this rank's request; returns what all ranks agreed on one call ago (one rank: the
-        request itself).
+    def begin(self) -> None:
+        """A training begins. What is left of the one before counts no more."""
+        if self._pending is not None:
+            self._pending[0].wait()
+        self._pending = None
+        self._came_with_batch = None
+        self._is_saved = False
+
+    def note_saved(self) -> None:
+        """All ranks have saved: whoever has asked for it before asks no more."""
+        self._is_saved = True
+
+    def exchange(self, request: int) -> int:
+        """Send this rank's request. Returns the largest request of any rank at the call before
+        (one rank: this very request).
         """
         if self.group is None:
             return request
+        agreed = self._agreed(request)
+        is_done = self._is_saved and agreed == SAVE_DUE
+        self._is_saved = False
+        return 0 if is_done else agreed
+
+    def _agreed(self, request: int) -> int:
         if self._came_with_batch is not None:
             agreed = self._came_with_batch
             self._came_with_batch = None
@@ -80,7 +112,7 @@ class Agreement:
     def next_batch(self, rank: int, has_one: bool, request: int) -> NextBatch:
         """Tell the other ranks whether this one has a further batch, and wait for their answers.
 
-        Every rank of several must call it. ``request`` is as for :meth:`latest`, whose next call
+        Every rank of several must call it. ``request`` is as for :meth:`exchange`, whose next call
         returns the largest.
         """
         without = -1 if has_one else rank

@@ -129,6 +129,8 @@ class RunFiles:
         job = WriteJob(io, target, also, when_saved)
         one_save = OneSave(trainer, add_state)
         try:
+            # The save before has memory for a whole state.
+            self._thread.wait()
             checkpoint = one_save.make(target)
             if checkpoint is not None:
                 finish(checkpoint)
@@ -171,7 +173,6 @@ class RunFiles:
         """Write a plain checkpoint now, or copy it and let the thread write it. What is
         ``private`` to it need not be copied.
         """
-        self._thread.wait()
         size = bytes_in(checkpoint)
         self.costs.last_bytes = size
         if size < WRITTEN_AT_ONCE:
@@ -236,7 +237,8 @@ class OneSave(TorchCheckpointIO):
         theirs = strategy.checkpoint_io
         strategy.checkpoint_io = self
         try:
-            # It calls our on_save_checkpoint (add_state below), and then save_checkpoint below.
+            # It calls our on_save_checkpoint (hooks.py), which calls add_state below, and then
+            # save_checkpoint below.
             self._trainer.save_checkpoint(target, weights_only=False)
         except (UserError, NotPlain):
             # The others wait for this rank at the end of save_checkpoint.

@@ -34,8 +34,9 @@ class WritingThread:
     def check(self) -> None:
         """Raise what a write has raised, once. Nothing is waited for."""
         error = self._error
-        self._error = None
         if error is not None:
+            # Not before: the thread may set it at any moment.
+            self._error = None
             raise error
 
     def _run(self, write: Callable[[], None]) -> None:
