@@ -42,6 +42,7 @@ from torch.utils.data import (
     random_split,
 )
 from torch.utils.data._utils import MP_STATUS_CHECK_INTERVAL, signal_handling
+from torch.utils.data.datapipes.iter import IterableWrapper
 from unbroken import ExactCheckpoint
 from unbroken.errors import UserError
 from unbroken.loading import (
@@ -504,6 +505,50 @@ def test_what_workers_are_asked_for_needs_no_shared_memory(kind: Any) -> None:
 def test_what_a_worker_does_to_its_dataset_reaches_it() -> None:
     ours = exact(DataLoader(Opened(8), batch_size=4, num_workers=2, worker_init_fn=open_handle))
     assert [batch.tolist() for batch in ours] == [[10] * 4, [11] * 4]
+
+
+class KeysForEver(Sampler[int]):
+    """Has no length."""
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            yield from (5, 3, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_without_a_length_chooses_what_workers_read(workers: int) -> None:
+    loader = DataLoader(Numbers(8), 2, sampler=KeysForEver(), num_workers=workers)
+    batches = islice(WatchedLoader(loader, None, 0), 3)
+    assert [batch[:, 0].tolist() for batch in batches] == [[5, 3], [1, 5], [3, 1]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_pipe_of_torchs_is_shared_among_the_workers(workers: int) -> None:
+    pipe = IterableWrapper(range(8)).sharding_filter()
+    loader = DataLoader(pipe, 2, num_workers=workers)
+    assert sorted(torch.cat([*WatchedLoader(loader, None, 0)]).tolist()) == list(range(8))
+
+
+class DrawsBatches(Sampler[list[int]]):
+    """Draws its batches from torch's generator."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(torch.randperm(8).view(4, 2).tolist())
+
+
+def test_ranks_deal_one_order_of_batches_that_an_evaluation_draws() -> None:
+    seen: list[int] = []
+    for rank in range(2):
+        torch.manual_seed(rank)
+        loader = DataLoader(Numbers(8), batch_sampler=DrawsBatches())
+        before = torch.get_rng_state()
+        found = exact(loader, training=False, rank=rank, world_size=2)
+        assert torch.equal(torch.get_rng_state(), before)
+        seen += [int(row[0]) for batch in found for row in batch]
+    assert sorted(seen) == list(range(8))
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")

@@ -111,7 +111,7 @@ def test_the_loss_scale_is_logged_under_16_mixed(tmp_path):
         tmp_path, OptimizerMonitor(), precision="16-mixed", log_every_n_steps=10
     )
     trainer.fit(Slow(), Points(256 * 10, 256).loader())
-    logged = [row for _, row in rows.of("optimizer")]
+    logged = [row for _, row in rows.of("optimizer") if "loss_scale" in row]
     assert logged
     assert all(row["loss_scale"] >= 1 for row in logged)
     assert all(0 < row["grad_norm"] < float("inf") for row in logged)

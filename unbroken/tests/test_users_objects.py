@@ -28,6 +28,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from unbroken import ExactCheckpoint
+from unbroken.checkpoint.following import Best
 from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.loading import ExactLoading
 from unbroken.monitors import LogLastStep
@@ -1059,3 +1060,121 @@ def test_what_lightning_computes_from_the_length_of_new_loaders_is_no_change(
         changed[epochs] = saved["run"]["state"]["trainer"]
     assert changed[2] == {}
     assert changed[3] == {"val_check_batch": [None, 4, 1]}
+
+
+class Tempered(Plain):
+    """Trains a plain tensor, as reinforcement learning does a temperature, and has what is odd and
+    legal: an attribute without values, and an object with any attribute.
+    """
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.log_alpha = torch.zeros(1, requires_grad=True)
+        self.alphas = [torch.zeros(1, requires_grad=True) for _ in range(2)]
+        self.shape_of = torch.empty(3, device="meta")
+        self.answers = Answers()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        temperature = self.log_alpha.exp() + sum(each.exp() for each in self.alphas)
+        return super().training_step(batch, batch_idx) * temperature.sum()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(2, 1)), 2)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.net(batch[0]).sum())
+
+    def configure_optimizers(self) -> Any:
+        return Counts([*self.net.parameters(), self.log_alpha, *self.alphas], 0.1, momentum=0.9)
+
+
+class Answers:
+    """Has an attribute of any name, as some configurations do."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return 1
+
+
+class Counts(torch.optim.SGD):
+    """Keeps a number beside the states of parameters."""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("killed_at", [2, 7])
+def test_a_plain_tensor_that_is_trained_stays_the_optimizers(
+    killed_at: int, tmp_path: Path
+) -> None:
+    undisturbed = trained(tmp_path / "undisturbed", Tempered())
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", Tempered(killed_at))
+    resumed = trained(tmp_path / "killed", Tempered())
+    assert resumed.log_alpha.requires_grad
+    assert torch.equal(resumed.log_alpha, undisturbed.log_alpha)
+    for mine, theirs in zip(resumed.alphas, undisturbed.alphas, strict=True):
+        assert torch.equal(mine, theirs)
+    assert torch.equal(resumed.net.weight, undisturbed.net.weight)
+
+
+class CutsShort(Callback):
+    """Ends the first epoch early, and lets training go on."""
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.current_epoch == 0 and trainer.fit_loop.total_batch_idx == 1:
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.should_stop = False
+
+
+def test_an_epoch_that_was_cut_before_others_is_not_resumed_inside(tmp_path: Path) -> None:
+    first = trained(tmp_path, Plain(), CutsShort(), reload_dataloaders_every_n_epochs=0)
+    assert first.batches == 10
+    longer = trained(
+        tmp_path, Plain(), CutsShort(), max_epochs=4, reload_dataloaders_every_n_epochs=0
+    )
+    assert longer.batches == 14
+
+
+class OwnShape(LRScheduler):
+    """A schedule with a function in an attribute."""
+
+    def __init__(self, optimizer: Any, shape: Any) -> None:
+        self.shape = shape
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float]:
+        return [self.shape(self.last_epoch) for _ in self.base_lrs]
+
+
+class Shaped(Plain):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        parts = [
+            OwnShape(optimizer, lambda step: 0.1 / (step + 1)),
+            CosineAnnealingLR(optimizer, 9),
+        ]
+        schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [4])
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_a_schedule_of_schedules_with_functions_is_resumed(tmp_path: Path) -> None:
+    undisturbed = trained(tmp_path / "undisturbed", Shaped())
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", Shaped(7))
+    resumed = trained(tmp_path / "killed", Shaped())
+    assert torch.equal(resumed.net.weight, undisturbed.net.weight)
+
+
+def test_a_second_training_follows_the_metric_of_its_own_module() -> None:
+    best = Best.of(None, None)
+    best.take_names_of(SimpleNamespace(monitor="val_f1", mode="max"))  # type: ignore[arg-type]
+    best.take_names_of(SimpleNamespace(monitor="val_mse", mode="min"))  # type: ignore[arg-type]
+    assert (best.monitor, best.mode) == ("val_mse", "min")
+    typed = Best.of("mine", "max")
+    typed.take_names_of(SimpleNamespace(monitor="val_mse", mode="min"))  # type: ignore[arg-type]
+    assert (typed.monitor, typed.mode) == ("mine", "max")

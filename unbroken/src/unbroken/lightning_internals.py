@@ -540,7 +540,9 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
     Buys a look whether a validation changes weights, without a copy of them. Public way missing: a
     tensor tells its version under this name alone.
     """
-    return tensor.data_ptr(), tensor._version
+    # A sparse tensor has no memory of its own.
+    place = tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+    return place, tensor._version
 
 
 # Validations by the clock
@@ -777,9 +779,14 @@ def memory_history(path: Path, max_entries: int) -> Iterator[None]:
     Buys ``--memory_snapshot``. PyTorch documents these underscored names, and has no others.
     """
     torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
-    yield
-    torch.cuda.memory._dump_snapshot(str(path))
-    torch.cuda.memory._record_memory_history(enabled=None)
+    try:
+        yield
+        torch.cuda.memory._dump_snapshot(str(path))
+    except OSError as error:
+        # A picture of the memory is not worth a run.
+        warnings.warn(f"the memory snapshot could not be written ({error})", stacklevel=2)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 @contextmanager

@@ -31,7 +31,11 @@ class CutEpoch:
 
     def __init__(self, kept: KeptParts) -> None:
         self._kept = kept
-        # None: the epoch that ends now is whole.
+        self.forget()
+
+    def forget(self) -> None:
+        """The epoch that ends now is whole."""
+        # None: it is.
         self._inside: Snapshot | None = None
         self._loops: dict[str, Any] = {}
         self._entries_of_users: dict[str, Any] = {}
@@ -43,6 +47,8 @@ class CutEpoch:
 
     def note(self, trainer: Trainer) -> None:
         """Keep the state of this moment, if the epoch that ends is cut."""
+        # Training may have gone on behind an epoch that was cut.
+        self.forget()
         if not is_cut(trainer):
             return
         self._inside = self._kept.take(trainer, "batch")

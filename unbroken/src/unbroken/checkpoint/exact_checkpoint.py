@@ -52,7 +52,6 @@ from unbroken.checkpoint.refusals import (
     refuse_what_is_not_found,
 )
 from unbroken.chosen import Chosen
-from unbroken.errors import UserError
 from unbroken.loading import users_own
 from unbroken.machine import threads
 from unbroken.machine.waiting import waiting
@@ -308,12 +307,15 @@ class ExactCheckpoint(callbacks.Checkpoint):
         if isinstance(exception, SIGTERMException) and exception.code is None:
             # It comes from a plain Trainer inside a hook. Without a code it would end as a success.
             exception.code = signals.Stopped(signal.SIGTERM).exit_code
-        # The error that ends the run is the one to be told.
-        with suppress(UserError):
-            self.own_folder.files.wait()
         # Lightning calls no teardown then.
-        self.own_folder.finish_mirror(signals.seconds_left())
-        self._put_everything_back(trainer)
+        try:
+            # The error that ends the run is the one to be told. A device that has failed fails the
+            # thread that writes, too.
+            with suppress(Exception):
+                self.own_folder.files.wait()
+            self.own_folder.finish_mirror(signals.seconds_left())
+        finally:
+            self._put_everything_back(trainer)
 
     def _put_everything_back(self, trainer: Trainer) -> None:
         self.engine.restoring.put_back(trainer)

@@ -41,6 +41,9 @@ class Best:
     # What its validation logged, by names that begin with ``val``.
     metrics: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._typed_mode = self.named_mode
+
     @classmethod
     def of(cls, monitor: str | None, mode: Any) -> Best:
         """The metric that the user names, and its direction; None where he leaves it open."""
@@ -52,7 +55,13 @@ class Best:
         return cls(monitor, mode, "typed")
 
     def take_names_of(self, module: LightningModule) -> None:
-        """Take over what the module names, where the user has named nothing."""
+        """Take over what the module names, where the user has named nothing. A training before may
+        have followed a metric of another module.
+        """
+        if self.asked != "typed":
+            self.monitor = None
+            self.asked = None
+            self.named_mode = self._typed_mode
         if self.monitor is not None or not isinstance(module, contract.NamesMetric):
             return
         if not isinstance(module.monitor, str) or not module.monitor:

@@ -91,7 +91,11 @@ class OptimizerGroups(Noted):
         self.before: list[tuple[Any, list[dict[str, Any]], dict[Any, Any]]] = []
         for optimizer in trainer.optimizers:
             groups = [dict(group) for group in optimizer.param_groups]
-            states = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+            # Beside the states of parameters there may be values of any kind.
+            states = {
+                key: dict(state) if isinstance(state, dict) else state
+                for key, state in optimizer.state.items()
+            }
             self.before.append((optimizer, groups, states))
 
     def give_back(self, trainer: Trainer) -> None:

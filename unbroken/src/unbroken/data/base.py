@@ -344,16 +344,17 @@ def bytes_on_device(loader: DataLoader[Any]) -> int:
 def copy_to(device: torch.device, batch: Any) -> Any:
     """A batch of any structure on a device.
 
-    A tuple of tensors is copied directly: Lightning's search through nested collections costs more
-    than a small copy.
+    A tuple or list of tensors is copied directly: Lightning's search through nested collections
+    costs more than a small copy.
     """
-    is_flat = isinstance(batch, (tuple, list))
+    # A named tuple keeps its names.
+    is_flat = type(batch) in (tuple, list)
     if not is_flat or not all(isinstance(part, Tensor) for part in batch):
         return move_data_to_device(batch, device)
     # A copy to CUDA need not be waited for. MPS would train on batches that have not arrived
     # (pytorch #189690).
     non_blocking = device.type == "cuda"
-    return tuple(part.to(device, non_blocking=non_blocking) for part in batch)
+    return type(batch)(part.to(device, non_blocking=non_blocking) for part in batch)
 
 
 def is_same_on_all_ranks(value: Any, trainer: Trainer | None) -> bool:

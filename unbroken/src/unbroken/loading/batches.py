@@ -82,7 +82,7 @@ class ExactBatches(Passes, data.Sampler[Request]):
         is_shared = not training and self.parts > 1
         if is_shared and self.source is loader.batch_sampler:
             batches: Any = self.source
-            self._dealt = equally_many(list(batches), world_size)
+            self._dealt = equally_many(self._drawn(batches, None, self._epoch_seed()), world_size)
         if not training:
             self._check_that_it_can_be_shared()
 
@@ -211,6 +211,14 @@ class ExactBatches(Passes, data.Sampler[Request]):
         if permutes and samples == len(source.data_source):
             generator = torch.Generator().manual_seed(epoch_seed)
             return torch.randperm(samples, generator=generator)
+        order = self._drawn(source, samples, epoch_seed)
+        is_numbers = bool(order) and isinstance(order[0], int)
+        return torch.tensor(order) if is_numbers else order
+
+    def _drawn(self, source: Any, most: int | None, epoch_seed: int) -> list[Any]:
+        """What a sampler gives, at most so many, the same on every rank. There are samplers that
+        never end.
+        """
         with isolate_rng(include_cuda=False):
             seed_generators(epoch_seed)
             for sampler in samplers_within(source):
@@ -221,12 +229,10 @@ class ExactBatches(Passes, data.Sampler[Request]):
             states = [generator.get_state() for generator in generators]
             for generator in generators:
                 generator.manual_seed(epoch_seed)
-            # There are samplers that never end.
-            order = list(islice(source, samples))
+            order = list(islice(source, most))
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-        is_numbers = bool(order) and isinstance(order[0], int)
-        return torch.tensor(order) if is_numbers else order
+        return order
 
     def _epoch_seed(self) -> int:
         # The epochs of two seeds lie far apart.

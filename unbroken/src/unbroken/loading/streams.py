@@ -11,7 +11,7 @@ from torch.utils import data
 from torch.utils.data import DataLoader
 from unbroken.loading.exact_loader import KEPT
 from unbroken.loading.own_generators import generators_in, seed_them
-from unbroken.loading.samplers import cut_of
+from unbroken.loading.samplers import cut_of, is_plain, is_stream
 from unbroken.loading.seeding import seed_generators
 from unbroken.loading.workers import end_workers_at_exit, prepare_worker
 
@@ -47,6 +47,17 @@ class SeededStream(data.IterableDataset[Any]):
 
     def __len__(self) -> int:
         return len(self.dataset)
+
+
+def can_be_seeded(loader: Any) -> bool:
+    """Whether a loader's workers read a stream that may be put into a :class:`SeededStream`.
+
+    Not by keys from a sampler without a length, which would be left out; and not a pipe of torch's,
+    which torch knows by its class, and shares among the workers.
+    """
+    if not is_plain(loader) or not loader.num_workers:
+        return False
+    return is_stream(loader.dataset) and not isinstance(loader.dataset, data.IterDataPipe)
 
 
 def seeded(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:

@@ -23,9 +23,9 @@ from unbroken.loading.exact_loader import (
 )
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.loading.passes import Passes, Start
-from unbroken.loading.samplers import cut_of, has_state, is_plain
+from unbroken.loading.samplers import cut_of, has_state
 from unbroken.loading.seeding import seed_generators
-from unbroken.loading.streams import SeededStream, seeded
+from unbroken.loading.streams import SeededStream, can_be_seeded, seeded
 from unbroken.loading.workers import iterate
 from unbroken.stopping.ranks import say
 
@@ -101,7 +101,7 @@ class WatchedLoader(Passes):
     def _make_fetching(self) -> None:
         """Make what is read, unless it is made of what the loader has now."""
         loader = self.loader
-        if not is_plain(loader) or not loader.num_workers:
+        if not can_be_seeded(loader):
             self.fetching = loader
             return
         made_of_now = [*made_of(loader), *cut_of(loader)]

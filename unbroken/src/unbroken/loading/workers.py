@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -73,6 +74,14 @@ def stops_wait(loader: Any) -> Iterator[None]:
     if not is_prepared or not hasattr(signal, "pthread_sigmask"):
         yield
         return
+    context = getattr(loader, "multiprocessing_context", None) or multiprocessing
+    method = context.get_start_method()
+    if method != "fork":
+        # These two serve all later processes. They must not inherit the block, and the tracker ends
+        # it as it starts.
+        resource_tracker.ensure_running()
+    if method == "forkserver":
+        forkserver.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield

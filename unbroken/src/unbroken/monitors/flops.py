@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import csv
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from lightning.fabric.utilities.throughput import measure_flops
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor, nn
 from unbroken.loading.log_steps import SHARDING
 
@@ -78,15 +81,25 @@ def training_flops_per_sample(module: LightningModule, batch: Any) -> float:
         state[name] = without_data.requires_grad_(tensor.requires_grad)
     meta_inputs = torch.empty_like(inputs, device="meta")
     forward = partial(torch.func.functional_call, module, state, (meta_inputs,))
-    training = [part for part in module.modules() if part.training]
-    try:
+    with isolate_rng(), attributes_stay(module):
         module.eval()
         with torch.compiler.set_stance("force_eager"), torch.enable_grad():
             flops = measure_flops(module, forward, lambda outputs: outputs.float().sum())
-    finally:
-        for part in training:
-            part.training = True
     return flops / len(inputs)
+
+
+@contextmanager
+def attributes_stay(module: nn.Module) -> Iterator[None]:
+    """Put the attributes of a module and its parts back, whether they train among them: a forward
+    pass may keep what it has computed.
+    """
+    before = [(part, dict(vars(part))) for part in module.modules()]
+    try:
+        yield
+    finally:
+        for part, attributes in before:
+            vars(part).clear()
+            vars(part).update(attributes)
 
 
 def may_use_tf32(module: nn.Module) -> bool:

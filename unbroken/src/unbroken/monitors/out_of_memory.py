@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lightning.pytorch import Trainer
 from unbroken.loading.batch_size import batch_size_of, eval_batch_size_of
 from unbroken.machine.hardware import GIB
@@ -30,10 +32,16 @@ def explain(
     lines = [f"{facts}.", f"Memory by use: {used}.", "Try, in this order:"]
     for number, line in enumerate(flags_to_try(trainer, flag, size), 1):
         lines.append(f"  {number}. {line}")
-    lines.append(
-        "The last checkpoint is whole: go on from it with --ckpt_path last and one of these."
-    )
+    lines.append(how_to_go_on(trainer))
     return "\n".join(lines)
+
+
+def how_to_go_on(trainer: Trainer) -> str:
+    """What to do with one of the things to try."""
+    last = getattr(trainer.checkpoint_callback, "last_model_path", "")
+    if last and Path(last).exists():
+        return f"The last checkpoint is whole: go on with --ckpt_path {last} and one of these."
+    return "Nothing was saved yet: start again with one of these."
 
 
 def batch_size(trainer: Trainer, is_evaluating: bool) -> tuple[str, int | None]:

@@ -30,6 +30,7 @@ See :mod:`unbroken.tensors.bits` for the number that stands for a tensor.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -173,14 +174,16 @@ class BitsInMemory(Note):
             "weights": digest_of(settled(parameters)),
             "optimizer": digest_of(settled(optimizer)),
             "device": trainer.strategy.root_device.type,
+            "places": places_of_states(trainer),
         }
 
     def differences(self, trainer: Trainer, saved: dict[str, Any]) -> list[str]:
         """Which of weights and optimizer are not what :meth:`take` found. On a device of another
-        type there is nothing to compare.
+        type there is nothing to compare, nor where an optimizer's states lie elsewhere now: torch
+        moves what NAdam keeps in CPU memory to the GPU as it loads it.
         """
         now = self.take(trainer)
-        if saved.get("device") != now.get("device"):
+        if any(saved.get(name) != now.get(name) for name in ("device", "places")):
             return []
         return [name for name in ("weights", "optimizer") if saved.get(name) != now.get(name)]
 
@@ -218,6 +221,13 @@ def optimizer_sums(trainer: Trainer) -> list[Any]:
                 states += in_order(optimizer.state.get(parameter, {}))
     tensors, rest = tensors_and_plain(states)
     return [*sums_of_bits(tensors), rest]
+
+
+def places_of_states(trainer: Trainer) -> dict[str, int]:
+    """How many tensors of the optimizers' states lie on devices of each type."""
+    states = [state for each in trainer.optimizers for state in each.state.values()]
+    tensors, _ = tensors_and_plain(states)
+    return dict(Counter(tensor.device.type for tensor in tensors))
 
 
 def in_order(values: dict[str, Any]) -> list[Any]:

@@ -103,11 +103,22 @@ def plain_state(schedule: Any) -> Any:
     are kept by :class:`DeclaredStates`.
     """
     state = schedule.state_dict()
-    if not isinstance(state, dict):
-        # Of a schedule of the user's own. It may be None.
-        return state
-    plain, _ = plain_entries_of(state)
-    return plain if len(plain) < len(state) else state
+    # That of a schedule of the user's own may be None.
+    return without_objects(state) if isinstance(state, dict) else state
+
+
+def without_objects(value: Any) -> Any:
+    """A value without the objects in it. Those of a dictionary are left out; in the place of one in
+    a list is None: torch's schedules read the states of others by their place.
+    """
+    if is_plain(value):
+        return value
+    if type(value) is list:
+        return [without_objects(each) for each in value]
+    if type(value) is dict:
+        inside = {key: without_objects(each) for key, each in value.items()}
+        return {key: each for key, each in inside.items() if each is not None or value[key] is None}
+    return None
 
 
 def load_state(value: Any, state: Any) -> None:

@@ -50,7 +50,8 @@ def keepers_in_attributes(module: LightningModule) -> Iterator[tuple[str, contra
     begins with a dot, unlike the names of the module's own sums.
     """
     for name, value in vars(module).items():
-        if isinstance(value, contract.KeepsSums):
+        # Its class is asked, because some objects have an attribute of any name.
+        if hasattr(type(value), "metric_state") and isinstance(value, contract.KeepsSums):
             yield f".{name}", value
 
 

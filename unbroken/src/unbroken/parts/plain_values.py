@@ -132,7 +132,7 @@ def is_plain(value: Any) -> bool:
     if value is None or is_single(value):
         return True
     if isinstance(value, Tensor):
-        return not isinstance(value, nn.Parameter)
+        return not isinstance(value, nn.Parameter) and not value.is_meta
     if type(value) is np.ndarray:
         return is_kept_by_torch(value.dtype) and value.nbytes <= LARGEST_ARRAY_BYTES
     inside = values_inside(value)
@@ -386,7 +386,7 @@ def like(now: Any, saved: Any, device: torch.device) -> Any:
         # The same object, for it may share its memory with a weight.
         return now
     if isinstance(saved, Tensor):
-        return saved.to(now.device) if isinstance(now, Tensor) else saved
+        return tensor_like(now, saved, now.device if isinstance(now, Tensor) else saved.device)
     if type(saved) in (list, tuple):
         return type(saved)(entries_like(now, saved, device))
     if type(saved) not in MAPPINGS:
@@ -399,6 +399,18 @@ def like(now: Any, saved: Any, device: torch.device) -> Any:
             return BY_NAME[name].made(held)
     items = type(saved)(items_like(now, saved, device))
     return with_attributes(items, items_like({}, attributes_of(saved), device))
+
+
+def tensor_like(now: Any, saved: Tensor, device: torch.device) -> Tensor:
+    """A saved tensor on a device: the attribute's own one where it is trained, because an optimizer
+    has it.
+    """
+    is_trained = isinstance(now, Tensor) and now.is_leaf and now.requires_grad
+    if is_trained and now.shape == saved.shape and now.dtype == saved.dtype:
+        with torch.no_grad():
+            now.copy_(saved)
+        return now
+    return saved.to(device)
 
 
 def entries_like(now: Any, saved: Any, device: torch.device) -> list[Any]:
@@ -480,7 +492,7 @@ def class_of(now: Any, name: str, is_right: Callable[[type], bool]) -> Any:
 
 
 MAKERS: dict[str, Callable[[Any, Any, torch.device], Any]] = {
-    ON_ACCELERATOR: lambda now, held, device: held.to(device),
+    ON_ACCELERATOR: tensor_like,
     ARRAY: lambda now, held, device: held.numpy(),
     NUMBER_OF_NUMPY: lambda now, held, device: held.numpy()[()],
     STACKED: row_like,

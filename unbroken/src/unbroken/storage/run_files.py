@@ -179,7 +179,14 @@ class RunFiles:
             self._to_disk(job, checkpoint)
             self.costs.last_background_seconds = 0.0
             return
-        staged = self._staging.copy(checkpoint, private)
+        try:
+            staged = self._staging.copy(checkpoint, private)
+        except (MemoryError, RuntimeError):
+            # There is no memory for a copy. Without one, training waits for the disk.
+            self.let_go()
+            self._to_disk(job, checkpoint)
+            self.costs.last_background_seconds = 0.0
+            return
 
         def write_staged() -> None:
             self._staging.wait()
