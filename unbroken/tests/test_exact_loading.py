@@ -427,6 +427,7 @@ print(hash("left"), *fetch[0, 0, ["left", ("right", 2)]])
 """
 
 
+@pytest.mark.nightly
 def test_samples_with_names_for_keys_are_drawn_alike_in_every_process(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -235,6 +235,18 @@ def test_a_run_whose_last_state_cannot_be_saved_says_so_and_keeps_the_file_befor
     assert checkpoint(tmp_path / "last.ckpt")["global_step"] == 3
 
 
+@pytest.mark.usefixtures("_every_save_is_large")
+def test_a_save_is_written_at_once_where_there_is_no_memory_for_a_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_no_memory(*_: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(Staging, "copy", has_no_memory)
+    fit(ExactCheckpoint(tmp_path, every="1"))
+    assert checkpoint(tmp_path / "last.ckpt")["global_step"] == 8
+
+
 class Streams(Small):
     """Reads what cannot be started inside an epoch, and is asked to stop in the second one."""
 

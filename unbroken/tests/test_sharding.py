@@ -203,6 +203,7 @@ def test_the_final_test_of_a_mixed_run_is_in_float32(workplace: Path) -> None:
     )
 
 
+@pytest.mark.nightly
 def test_convolutions_on_one_device_train_as_without_sharding(workplace: Path) -> None:
     """Their weights are in channels_last, and FSDP would read a gradient as that of others.
 

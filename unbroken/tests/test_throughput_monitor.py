@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import threading
 import warnings
 from pathlib import Path
@@ -601,6 +602,26 @@ def test_flops_of_the_mlp_are_those_of_its_matrix_products():
     assert (
         training_flops_per_sample(module, [torch.zeros(6, 1, 28, 28), None]) == forward + backward
     )
+
+
+class DrawsAndKeeps(Linear):
+    """Draws in each forward pass, and keeps what it has computed."""
+
+    def forward(self, images: Any) -> Any:
+        self.mean = images.mean(0)
+        torch.rand(1)
+        random.random()
+        return super().forward(images)
+
+
+def test_counting_flops_draws_nothing_and_keeps_nothing():
+    module = DrawsAndKeeps()
+    before = torch.get_rng_state(), random.getstate()
+    training_flops_per_sample(module, torch.zeros(4, 8))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert not hasattr(module, "mean")
+    assert module.training
 
 
 def test_counting_flops_leaves_no_trace():

@@ -29,6 +29,7 @@ def block(language: str, containing: str) -> str:
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif("# mine.py" not in PAGE, reason="the page has no images")
 def test_the_page_for_newcomers_works_as_written(tmp_path: Path) -> None:
     python = block("python", "# mine.py")
