@@ -6,10 +6,9 @@ any signal kills it. :func:`tests.commands.popen` chooses. Where the start is wh
 systems that cannot fork, it starts a fresh interpreter.
 
 The first test that needs the server starts it, one for each pytest process (and one more for
-:mod:`tests.test_platforms`). The server has no
-threads: a forked child would lack them, and torch would wait for them. Where imports have started
-some, as the driver of a GPU may, each command is a fresh interpreter. The server ends, and its
-children with it, when its end of a socket closes.
+:mod:`tests.test_platforms`). The server has no threads: a forked child would lack them, and torch
+would wait for them. Where imports have started some, each command is a fresh interpreter. The
+server ends, and its children with it, when its end of a socket closes.
 """
 
 from __future__ import annotations

@@ -27,8 +27,6 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # Of torch's detector of waits, of its profiler, and of Lightning about few batches.
     pytest.mark.filterwarnings("ignore::UserWarning"),
-    # The compiler's own code uses what it has deprecated.
-    pytest.mark.filterwarnings("ignore::DeprecationWarning:torch"),
 ]
 ON_GPU = [*SMALL, *CONVNET, "--accelerator", "gpu", "--devices", "1"]
 HOST = ["--data.on_device", "false", "--data.num_workers"]

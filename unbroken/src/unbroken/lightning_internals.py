@@ -779,8 +779,8 @@ def memory_history(path: Path, max_entries: int) -> Iterator[None]:
     Buys ``--memory_snapshot``. PyTorch documents these underscored names, and has no others.
     """
     torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
+    yield
     try:
-        yield
         torch.cuda.memory._dump_snapshot(str(path))
     except OSError as error:
         # A picture of the memory is not worth a run.

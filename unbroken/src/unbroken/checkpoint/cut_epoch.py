@@ -34,8 +34,8 @@ class CutEpoch:
         self.forget()
 
     def forget(self) -> None:
-        """The epoch that ends now is whole."""
-        # None: it is.
+        """The epoch that ends now is whole, unless :meth:`note` finds it cut."""
+        # None: it is whole.
         self._inside: Snapshot | None = None
         self._loops: dict[str, Any] = {}
         self._entries_of_users: dict[str, Any] = {}

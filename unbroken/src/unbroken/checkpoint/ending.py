@@ -83,11 +83,11 @@ class Ending:
         mine = request_of(signals.state.requested)
         self.request = max(self.request, *of_all_ranks(mine, self.group))
 
-    def is_done(self) -> None:
+    def forget_request(self) -> None:
         """What was asked for is done, or cannot be done now. Every rank calls it."""
         assert self._agreement is not None
         self.request = 0
-        self._agreement.note_saved()
+        self._agreement.forget_saves()
 
     def next_batch(self, rank: int, has_one: bool, mine: int) -> NextBatch:
         """Which ranks have a further batch; this rank's request goes along."""

@@ -42,6 +42,7 @@ class Best:
     metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        # A module may name another one later.
         self._typed_mode = self.named_mode
 
     @classmethod

@@ -18,9 +18,9 @@ In the order in which it happens:
    inside a validation.)
 3. :class:`unbroken.storage.run_files.RunFiles` lets Lightning make its checkpoint. Lightning calls
    our ``on_save_checkpoint`` (hooks.py) as it does so, by which :meth:`Saving._put_state_into` adds
-   what Lightning's lacks. A small one is written at once, a
-   large one is copied, and a thread writes the copy. A new best is written to ``best.ckpt`` and
-   copied to ``last.ckpt``, and any other save to ``last.ckpt`` alone.
+   what Lightning's lacks. A small one is written at once, a large one is copied, and a thread
+   writes the copy. A new best is written to ``best.ckpt`` and copied to ``last.ckpt``, and any
+   other save to ``last.ckpt`` alone.
 4. A file is written beside its target, flushed to the disk, and renamed
    (:meth:`unbroken.storage.checkpoint_files.AtomicCheckpointIO.write`). Then it is noted as saved.
 """
@@ -133,8 +133,8 @@ class Saving:
             return
         self._ending.agree(self._own_request(trainer))
         # Every rank counts the same steps. A batch may have several.
-        is_due = self._interval.is_due_between(self._due_at, trainer.global_step)
-        is_due = is_due and self._loading.starts_inside_epochs
+        steps_are_over = self._interval.is_due_between(self._due_at, trainer.global_step)
+        is_due = steps_are_over and self._loading.starts_inside_epochs
         if is_due and not self._waits_for_disk():
             self._ending.request = max(self._ending.request, SAVE_DUE)
 
@@ -215,11 +215,11 @@ class Saving:
                         self._settle(trainer, wish)
             elif stops:
                 # The epoch's own save is the last one.
-                self._refuse_to_end_unsaved(self._trouble_of_any_rank())
+                self._refuse_to_end_unsaved()
         self._following.is_new = False
         if stops:
             self._ending.stop(trainer)
-        self._ending.is_done()
+        self._ending.forget_request()
 
     @contextmanager
     def _pauses(self, trainer: Trainer) -> Iterator[None]:
@@ -324,9 +324,10 @@ class Saving:
         if self._trouble_of_any_rank() is None:
             return
         self._save(trainer, wish)
-        self._refuse_to_end_unsaved(self._trouble_of_any_rank())
+        self._refuse_to_end_unsaved()
 
-    def _refuse_to_end_unsaved(self, reason: str | None) -> None:
+    def _refuse_to_end_unsaved(self) -> None:
+        reason = self._trouble_of_any_rank()
         if reason is not None:
             raise NotSaved(f"the run has ended, and its last state is not saved: {reason}")
 

@@ -169,12 +169,13 @@ class BitsInMemory(Note):
         if is_large(trainer):
             return {}
         parameters = sums_of_bits(trainer.lightning_module.parameters())
-        optimizer = optimizer_sums(trainer)
+        tensors, rest = optimizer_content(trainer)
+        optimizer = [*sums_of_bits(tensors), rest]
         return {
             "weights": digest_of(settled(parameters)),
             "optimizer": digest_of(settled(optimizer)),
             "device": trainer.strategy.root_device.type,
-            "places": places_of_states(trainer),
+            "places": dict(Counter(tensor.device.type for tensor in tensors)),
         }
 
     def differences(self, trainer: Trainer, saved: dict[str, Any]) -> list[str]:
@@ -212,6 +213,14 @@ def digests_of_now(trainer: Trainer, window: OpenWindow) -> tuple[int, ...]:
 
 def optimizer_sums(trainer: Trainer) -> list[Any]:
     """Numbers for the states of optimizers and for their settings, such as rates."""
+    tensors, rest = optimizer_content(trainer)
+    return [*sums_of_bits(tensors), rest]
+
+
+def optimizer_content(trainer: Trainer) -> tuple[list[Tensor], int]:
+    """The tensors in the states of optimizers and in their settings, and one number for the rest of
+    them.
+    """
     states: list[Any] = []
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
@@ -219,15 +228,7 @@ def optimizer_sums(trainer: Trainer) -> list[Any]:
             states += in_order(settings)
             for parameter in group["params"]:
                 states += in_order(optimizer.state.get(parameter, {}))
-    tensors, rest = tensors_and_plain(states)
-    return [*sums_of_bits(tensors), rest]
-
-
-def places_of_states(trainer: Trainer) -> dict[str, int]:
-    """How many tensors of the optimizers' states lie on devices of each type."""
-    states = [state for each in trainer.optimizers for state in each.state.values()]
-    tensors, _ = tensors_and_plain(states)
-    return dict(Counter(tensor.device.type for tensor in tensors))
+    return tensors_and_plain(states)
 
 
 def in_order(values: dict[str, Any]) -> list[Any]:

@@ -67,8 +67,7 @@ class Agreement:
         self._pending: tuple[Any, torch.Tensor] | None = None
         # What :meth:`next_batch` has brought since the last call of :meth:`exchange`.
         self._came_with_batch: int | None = None
-        # Whether the run was saved since the request that the next call of :meth:`exchange`
-        # returns.
+        # Whether a save that the next call of :meth:`exchange` would return is done already.
         self._is_saved = False
 
     def begin(self) -> None:
@@ -79,8 +78,8 @@ class Agreement:
         self._came_with_batch = None
         self._is_saved = False
 
-    def note_saved(self) -> None:
-        """All ranks have saved: whoever has asked for it before asks no more."""
+    def forget_saves(self) -> None:
+        """All ranks have saved: a save that was asked for before is done."""
         self._is_saved = True
 
     def exchange(self, request: int) -> int:

@@ -175,15 +175,8 @@ class RunFiles:
         """
         size = bytes_in(checkpoint)
         self.costs.last_bytes = size
-        if size < WRITTEN_AT_ONCE:
-            self._to_disk(job, checkpoint)
-            self.costs.last_background_seconds = 0.0
-            return
-        try:
-            staged = self._staging.copy(checkpoint, private)
-        except (MemoryError, RuntimeError):
-            # There is no memory for a copy. Without one, training waits for the disk.
-            self.let_go()
+        staged = None if size < WRITTEN_AT_ONCE else self._staged(checkpoint, private)
+        if staged is None:
             self._to_disk(job, checkpoint)
             self.costs.last_background_seconds = 0.0
             return
@@ -194,6 +187,18 @@ class RunFiles:
             self.costs.last_background_seconds = self.costs.last_write_seconds
 
         self._thread.begin(write_staged)
+
+    def _staged(
+        self, checkpoint: dict[str, Any], private: Collection[MemoryRange]
+    ) -> dict[str, Any] | None:
+        """A copy for the thread; None where there is no memory for one, and training waits for the
+        disk.
+        """
+        try:
+            return self._staging.copy(checkpoint, private)
+        except (MemoryError, RuntimeError):
+            self.let_go()
+            return None
 
     def _to_disk(self, job: WriteJob, checkpoint: dict[str, Any]) -> None:
         """Bring a checkpoint that nobody changes meanwhile to the disk. A disk that is full is no
