@@ -18,6 +18,7 @@ from torch import nn
 from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricTracker, MinMaxMetric
 from unbroken.checkpoint.following import Best, Following
 from unbroken.checkpoint.kept import KeptParts
+from unbroken.errors import UserError
 from unbroken.loading import ExactLoading
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.parts.generators import OwnGenerators, RandomGenerators
@@ -673,6 +674,30 @@ def test_what_shares_its_memory_with_a_weight_still_does() -> None:
     part.give_back(held(trainer_of(after)), part.take(held(before.trainer)), CPU)
     assert after.phases["count"] == 3
     assert after.phases["codebook"].data_ptr() == after.net[0].weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"filled": 3},
+        {"filled": [[]]},
+        {"same": ["module.lr"]},
+        [],
+    ],
+    ids=str,
+)
+def test_a_forged_list_of_objects_is_one_line(forged: Any) -> None:
+    module = Collects()
+    with pytest.raises(UserError, match="Give another checkpoint"):
+        PlainAttributes().give_back(held(trainer_of(module)), {"module.lr": 1.0}, CPU, forged)
+
+
+def test_a_checkpoint_lets_an_attribute_hold_plain_values_of_others_alone() -> None:
+    module = Collects()
+    objects = {"same": {"module.phase": "module.net", "module.lr": "module.window"}}
+    PlainAttributes().give_back(held(trainer_of(module)), {}, CPU, objects)
+    assert module.phase == "warm-up", "a layer is no plain value"
+    assert module.lr is module.window
 
 
 class PlainSums(Metric):

@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import nn
 from unbroken.errors import UserError
-from unbroken.parts.plain_values import copied, is_plain, is_unchanged, like
+from unbroken.parts.plain_values import copied, is_plain, is_unchanged
+from unbroken.parts.remade import Remaking
 from unbroken.storage.savable import made_plain
 from unbroken.tensors.same_values import is_same
 
@@ -56,6 +57,11 @@ class Frozen:
     """Is replaced, and never changed."""
 
     epoch: int
+
+
+def like(now: Any, saved: Any, filled: tuple[str, ...] = ()) -> Any:
+    """What a checkpoint makes of an attribute."""
+    return Remaking(CPU, filled).like(now, saved, "attribute")
 
 
 def through_a_file(value: Any) -> Any:
@@ -99,7 +105,7 @@ VALUES = [
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_that_training_has_made_comes_back(value: Any) -> None:
     assert is_plain(value)
-    again = like(None, through_a_file(value), CPU)
+    again = like(None, through_a_file(value))
     assert type(again) is type(value)
     assert is_same(copied(again), copied(value))
     if isinstance(value, defaultdict):
@@ -111,7 +117,7 @@ def test_a_value_that_training_has_made_comes_back(value: Any) -> None:
 def test_a_count_goes_on() -> None:
     count = itertools.count(3, 2)
     next(count)
-    assert next(like(itertools.count(3, 2), through_a_file(count), CPU)) == 5
+    assert next(like(itertools.count(3, 2), through_a_file(count))) == 5
 
 
 def test_many_losses_are_held_as_one_tensor_and_come_back_each_by_itself() -> None:
@@ -119,7 +125,7 @@ def test_many_losses_are_held_as_one_tensor_and_come_back_each_by_itself() -> No
     losses = [(weight * number).sum() for number in range(100)]
     held = through_a_file(losses)
     assert torch.equal(held["torch.stack"], torch.arange(0.0, 200.0, 2.0))
-    again = like([], held, CPU)
+    again = like([], held)
     assert [each.item() for each in again] == [2.0 * number for number in range(100)]
     assert again[0].untyped_storage().nbytes() == 4, "each has memory of its own"
     assert is_unchanged(losses, held)
@@ -141,13 +147,13 @@ def test_a_change_past_a_tensors_version_is_found() -> None:
 
 def test_what_a_state_dict_keeps_in_attributes_comes_back() -> None:
     state = nn.Linear(1, 1).state_dict()
-    again = like(None, through_a_file(state), CPU)
+    again = like(None, through_a_file(state))
     assert again._metadata == state._metadata  # type: ignore[attr-defined]
 
 
 def test_a_factory_of_the_users_own_stays_that_of_the_constructor() -> None:
     now: Any = defaultdict(lambda: 7, a=1)
-    again = like(now, through_a_file(defaultdict(lambda: 7, a=2)), CPU)
+    again = like(now, through_a_file(defaultdict(lambda: 7, a=2)))
     assert again["a"] == 2
     assert again["new"] == 7
 
@@ -177,7 +183,7 @@ def test_a_class_in_a_function_cannot_be_held() -> None:
 )
 def test_a_forged_value_makes_no_other_object(held: Any) -> None:
     with pytest.raises(UserError, match="a checkpoint holds"):
-        like(None, held, CPU)
+        like(None, held)
 
 
 @pytest.mark.parametrize(
@@ -194,4 +200,60 @@ def test_a_forged_value_makes_no_other_object(held: Any) -> None:
 )
 def test_a_damaged_value_is_refused(held: Any) -> None:
     with pytest.raises((TypeError, ValueError, ArithmeticError, AttributeError)):
-        like(None, held, CPU)
+        like(None, held)
+
+
+FILLED: list[tuple[Any, Any]] = [
+    ([1], [2, [3]]),
+    ({"a": 1}, {"b": 2}),
+    (OrderedDict(a=1), OrderedDict(b=2, a=1)),
+    (Counter(a=1), Counter(b=2)),
+    (defaultdict(list, a=[1]), defaultdict(list, b=[2])),
+    ({1}, {2, 3}),
+    (deque([1], maxlen=2), deque([2, 3], maxlen=2)),
+    (bytearray(b"one"), bytearray(b"three")),
+    (array("d", [1.0]), array("d", [2.0, 3.0])),
+    (torch.zeros(2), torch.ones(2)),
+    (np.zeros(2), np.ones(2)),
+    (Best(1, [0.5]), Best(2, [])),
+]
+
+
+@pytest.mark.parametrize(("now", "then"), FILLED, ids=lambda each: type(each).__name__)
+def test_what_training_has_changed_is_filled_and_what_it_has_replaced_is_made_anew(
+    now: Any, then: Any
+) -> None:
+    before = copied(now)
+    saved = through_a_file(then)
+    assert like(now, saved) is not now
+    assert is_same(copied(now), before)
+    again = like(now, saved, filled=("attribute",))
+    assert again is now
+    assert is_same(copied(again), copied(then))
+
+
+def read_only() -> Any:
+    numbers = np.zeros(2)
+    numbers.setflags(write=False)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("now", "then"),
+    [
+        (torch.zeros(1).expand(2), torch.tensor([1.0, 2.0])),
+        (torch.zeros(3), torch.ones(2)),
+        (torch.zeros(2), torch.ones(2, dtype=torch.int64)),
+        (read_only(), np.ones(2)),
+        (array("d", [1.0]), array("i", [2])),
+        (Frozen(1), Frozen(2)),
+        ([1], {"a": 1}),
+    ],
+    ids=["expanded", "another size", "another type", "read only", "typecode", "frozen", "kind"],
+)
+def test_what_cannot_be_filled_is_made_anew(now: Any, then: Any) -> None:
+    before = copied(now)
+    again = like(now, through_a_file(then), filled=("attribute",))
+    assert again is not now
+    assert is_same(copied(again), copied(then))
+    assert is_same(copied(now), before)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from unbroken.parts.held import Held
-from unbroken.parts.plain_values import copied, is_plain, like
+from unbroken.parts.plain_values import copied, is_plain
+from unbroken.parts.remade import Remaking
 
 
 class DeclaredStates:
@@ -74,7 +75,7 @@ class DeclaredStates:
             saved = held.saved(states, name)
             if saved is None:
                 continue
-            state = like(None, copied(saved), device)
+            state = Remaking(device).like(None, copied(saved), name)
             try:
                 load_state(value, state)
             except Exception as error:

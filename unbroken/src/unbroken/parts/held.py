@@ -51,6 +51,7 @@ from unbroken.parts.plain_values import (
     is_users_own,
     values_inside,
 )
+from unbroken.parts.remade import is_fillable
 from unbroken.parts.users_callbacks import NOT_THE_USERS, users_callbacks
 
 OF_EVERY_MODULE = walk.OF_EVERY_MODULE | {"track_running_stats"}
@@ -232,6 +233,8 @@ class _Look:
         self.trainer = trainer
         self.held = Held()
         self.seen: dict[int, Place] = {}
+        # Lists and the like that are kept as attributes, by id. Others may hold them, too.
+        self.kept: set[int] = set()
         module = trainer.lightning_module
         data = trainer.datamodule  # type: ignore[attr-defined]
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -312,6 +315,8 @@ class _Look:
                     continue
                 self.seen[id(value)] = Place(path, value)
                 for attribute, each in walk.attributes_of(value):
+                    if id(each) in self.kept:
+                        continue
                     self._tell(f"{path}.{attribute}", each, Inside(told=told))
                     waiting.append((f"{path}.{attribute}", each))
 
@@ -367,7 +372,8 @@ class _Look:
         is_of_data = name.startswith("data.")
         attributes = self.held.attributes
         places: list[Place] = []
-        for attribute, value in vars(owner).items():
+        of_class = {} if only_singles else changeable_of_class(owner)
+        for attribute, value in {**of_class, **vars(owner)}.items():
             if attribute in not_kept:
                 continue
             path = f"{name}.{attribute}"
@@ -383,6 +389,8 @@ class _Look:
                     self._tell(path, value, inside)
                 else:
                     attributes[path] = value
+                    if is_fillable(value):
+                        self.kept.add(id(value))
             else:
                 places += self._child(path, value, inside, depth)
         return places
@@ -399,7 +407,7 @@ class _Look:
 
     def _child(self, name: str, value: Any, inside: Inside, depth: int) -> list[Place]:
         """A value that nobody keeps here as it is: what it holds may be kept."""
-        if isinstance(value, FUNCTIONS):
+        if isinstance(value, FUNCTIONS) or id(value) in self.kept:
             return []
         is_leaf = isinstance(value, (*LEAVES, Enum, np.ndarray)) or is_iterator(value)
         is_leaf = is_leaf or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
@@ -638,6 +646,17 @@ def is_foreign_layer(owner: Any) -> bool:
     """Whether an object is a layer, and not of a class of the user's own."""
     is_layer = isinstance(owner, nn.Module) and not isinstance(owner, Metric)
     return is_layer and not is_users_own(type(owner))
+
+
+def changeable_of_class(owner: Any) -> dict[str, Any]:
+    """Lists, dictionaries and the like that an object finds in its class, where that is the user's
+    own: training may change them as if they were the object's.
+    """
+    found: dict[str, Any] = {}
+    for kind in reversed(type(owner).__mro__):
+        if is_users_own(kind):
+            found |= {name: each for name, each in vars(kind).items() if is_fillable(each)}
+    return {name: each for name, each in found.items() if not name.startswith("__")}
 
 
 def saves_itself(owner: Any) -> bool:

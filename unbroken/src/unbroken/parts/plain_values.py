@@ -1,7 +1,8 @@
-"""Which values a checkpoint can hold, what it holds of them, and how they become the same again.
+"""Which values a checkpoint can hold, what it holds of them, and whether they have changed.
 
 A checkpoint is data: numbers, texts, tensors, and lists and dictionaries of them. A value of
 another kind, such as a queue or a date, is held as a dictionary of one key, the name of its kind.
+How a value is made of it again stands in :mod:`unbroken.parts.remade`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from unbroken.errors import UserError
 from unbroken.holding.bounds import LARGEST_ARRAY_BYTES, MOST_TEXTS
 from unbroken.tensors.same_values import is_same
 
@@ -366,140 +366,3 @@ def is_same_to_the_bit(one: Tensor, other: Tensor) -> bool:
     if words is None or one.numel() < FEWEST_AS_WORDS:
         return is_same(one, other)
     return torch.equal(one.view(words), other.view(words))
-
-
-# How they become the same again
-
-
-def like(now: Any, saved: Any, device: torch.device) -> Any:
-    """A saved value in the form that it had, on the device of the attribute's value now.
-
-    Args:
-        now: The attribute's value, or what it holds in the same place.
-        saved: What :func:`copied` has made. The attribute gets it, or parts of it.
-        device: The accelerator, for tensors that were on it.
-
-    Raises:
-        UserError: The class of a saved object is not there.
-    """
-    if is_plain(now) and is_same(copied(now), saved):
-        # The same object, for it may share its memory with a weight.
-        return now
-    if isinstance(saved, Tensor):
-        return tensor_like(now, saved, now.device if isinstance(now, Tensor) else saved.device)
-    if type(saved) in (list, tuple):
-        return type(saved)(entries_like(now, saved, device))
-    if type(saved) not in MAPPINGS:
-        return saved
-    if type(saved) is dict and len(saved) == 1:
-        ((name, held),) = saved.items()
-        if name in MAKERS:
-            return MAKERS[name](now, held, device)
-        if name in BY_NAME:
-            return BY_NAME[name].made(held)
-    items = type(saved)(items_like(now, saved, device))
-    return with_attributes(items, items_like({}, attributes_of(saved), device))
-
-
-def tensor_like(now: Any, saved: Tensor, device: torch.device) -> Tensor:
-    """A saved tensor on a device: the attribute's own one where it is trained, because an optimizer
-    has it.
-    """
-    is_trained = isinstance(now, Tensor) and now.is_leaf and now.requires_grad
-    if is_trained and now.shape == saved.shape and now.dtype == saved.dtype:
-        with torch.no_grad():
-            now.copy_(saved)
-        return now
-    return saved.to(device)
-
-
-def entries_like(now: Any, saved: Any, device: torch.device) -> list[Any]:
-    """The entries of a saved list, tuple or queue."""
-    is_row = isinstance(now, (list, tuple, deque))
-    there = list(now) if is_row else []
-    # The attribute may have fewer entries.
-    there += [None] * len(saved)
-    return [like(mine, each, device) for mine, each in zip(there, saved, strict=False)]
-
-
-def items_like(now: Any, saved: Any, device: torch.device) -> dict[Any, Any]:
-    """The items of a saved dictionary."""
-    there = now if isinstance(now, dict) else {}
-    return {key: like(there.get(key), each, device) for key, each in saved.items()}
-
-
-def row_like(now: Any, held: Any, device: torch.device) -> Any:
-    """A list of tensors, each with memory of its own."""
-    return entries_like(now, [each.clone() for each in held.unbind()], device)
-
-
-def queue_like(now: Any, held: Any, device: torch.device) -> Any:
-    """A queue."""
-    entries, length = held
-    if type(now) is deque:
-        # The length that the constructor gives wins.
-        length = now.maxlen
-    return deque(entries_like(now, entries, device), length)
-
-
-def defaults_like(now: Any, held: Any, device: torch.device) -> Any:
-    """A dictionary with a factory."""
-    name, items = held
-    factory: Any = FACTORIES.get(name)
-    if type(now) is defaultdict:
-        # One of the user's own has no name.
-        factory = now.default_factory
-    return defaultdict(factory, items_like(now, items, device))
-
-
-def member_like(now: Any, held: Any, device: torch.device) -> Any:
-    """A member of an Enum."""
-    name, member = held
-    kind = class_of(now, name, lambda found: issubclass(found, Enum))
-    if member not in kind.__members__:
-        raise UserError(f"a checkpoint holds {name}.{member}, which is not there any more.")
-    return kind[member]
-
-
-def named_tuple_like(now: Any, held: Any, device: torch.device) -> Any:
-    """A named tuple."""
-    name, entries = held
-    kind = class_of(now, name, is_named_tuple)
-    # Nothing of the class is called: a checkpoint is data.
-    return tuple.__new__(kind, entries_like(now, entries, device))
-
-
-def dataclass_like(now: Any, held: Any, device: torch.device) -> Any:
-    """A dataclass, as a new object: a frozen one may be a constant."""
-    name, fields = held
-    kind = class_of(now, name, is_plain_dataclass)
-    there = vars(now) if type(now) is kind else {}
-    # Nothing of the class is called: a checkpoint is data.
-    value = object.__new__(kind)
-    vars(value).update(items_like(there, fields, device))
-    return value
-
-
-def class_of(now: Any, name: str, is_right: Callable[[type], bool]) -> Any:
-    """The class of a saved object, which is never imported for it."""
-    found = type(now) if name_of(type(now)) == name else class_named(name)
-    if found is None or not is_right(found):
-        raise UserError(
-            f"a checkpoint holds an object of {name}, which is not imported when training starts."
-            " Import it, or save the attribute in on_save_checkpoint."
-        )
-    return found
-
-
-MAKERS: dict[str, Callable[[Any, Any, torch.device], Any]] = {
-    ON_ACCELERATOR: tensor_like,
-    ARRAY: lambda now, held, device: held.numpy(),
-    NUMBER_OF_NUMPY: lambda now, held, device: held.numpy()[()],
-    STACKED: row_like,
-    FROZEN_SET: lambda now, held, device: frozenset(held),
-    QUEUE: queue_like,
-    DEFAULTS: defaults_like,
-    MEMBER: member_like,
-    NAMED_TUPLE: named_tuple_like,
-    DATACLASS: dataclass_like,
-}

@@ -88,7 +88,9 @@ class UsersObjects(Part):
         ]
         taken: dict[str, Any] = {"declared": states, "generators": self.generators.take(held)}
         if self.keeps_undeclared:
-            taken["attributes"] = without_halves(held, attributes, self.not_kept.packages)
+            attributes = without_halves(held, attributes, self.not_kept.packages)
+            taken["attributes"] = attributes
+            taken["objects"] = self.attributes.objects_of(held, attributes)
             taken["modules"] = modules
         else:
             lines += self.not_kept.lines_of_changed([*attributes, *modules["tensors"]])
@@ -110,7 +112,8 @@ class UsersObjects(Part):
         attributes = value.get("attributes", {})
         names = [name for name in attributes if name.startswith(tuple(makers))]
         if self.keeps_undeclared:
-            self.attributes.give_back_early(held, attributes, names, device)
+            objects = value.get("objects", {})
+            self.attributes.give_back_early(held, attributes, names, device, objects)
         states = value.get("declared", {})
         early = {name: states[name] for name in states if name.startswith(tuple(makers))}
         # What cannot be loaded yet is loaded later.
@@ -124,14 +127,17 @@ class UsersObjects(Part):
         """Let everything be as it was when ``value`` was taken, earlier in this training."""
         if self.keeps_undeclared:
             device = trainer.strategy.root_device
-            self.attributes.return_to(held_by_users(trainer), value.get("attributes", {}), device)
+            attributes = value.get("attributes", {})
+            objects = value.get("objects", {})
+            self.attributes.return_to(held_by_users(trainer), attributes, device, objects)
         self.give_back(trainer, value)
 
     def give_back(self, trainer: Trainer, value: Mapping[str, Any]) -> None:
         held = held_by_users(trainer)
         device = trainer.strategy.root_device
         if self.keeps_undeclared:
-            self.attributes.give_back(held, value.get("attributes", {}), device)
+            attributes = value.get("attributes", {})
+            self.attributes.give_back(held, attributes, device, value.get("objects", {}))
             if "modules" in value:
                 self.modules.give_back(held, trainer.lightning_module, value["modules"])
         refused = self.declared.give_back(held, value.get("declared", {}), device)

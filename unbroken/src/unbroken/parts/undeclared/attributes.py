@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from unbroken.errors import UserError
-from unbroken.parts.held import Held, not_kept_of, package_of
-from unbroken.parts.plain_values import DELETED, copied, is_unchanged, like
+from unbroken.parts.held import Held, changeable_of_class, not_kept_of, package_of
+from unbroken.parts.plain_values import DELETED, copied, is_unchanged
+from unbroken.parts.remade import Remaking
+from unbroken.parts.undeclared.objects import Objects, held_by_several
 
 # Attributes of these are given back before loaders are made of them.
 MAKE_LOADERS = ("data.", "module.")
 # What it raises to make a value of what it was not made of.
 DAMAGED = (TypeError, ValueError, AttributeError, ArithmeticError)
+NOTHING_NOTED: Mapping[str, Any] = {}
 
 
 class PlainAttributes:
@@ -26,7 +29,8 @@ class PlainAttributes:
     count steps in an attribute. No state dict holds them. An attribute that has not changed since
     training started is left out: what the user sets in a constructor wins. One that the sanity
     check has changed is kept, since a resumed run has no such check. One that training has deleted
-    is deleted again.
+    is deleted again. What is one list in two attributes stays one (see
+    :mod:`unbroken.parts.remade`).
 
     Of layers of other packages only numbers and texts are kept, such as a rate of dropout. Their
     lists may hold their parameters. The tensors and counters of a metric are of
@@ -41,20 +45,30 @@ class PlainAttributes:
         self._made_with: dict[str, Any] = {}
         # What it was made without, and has got back early: training had made it.
         self._made_by_training: set[str] = set()
+        self._objects = Objects()
 
     def give_back_early(
-        self, held: Held, value: Mapping[str, Any], names: Collection[str], device: torch.device
+        self,
+        held: Held,
+        value: Mapping[str, Any],
+        names: Collection[str],
+        device: torch.device,
+        objects: Mapping[str, Any] = NOTHING_NOTED,
     ) -> None:
         """Give attributes back before loaders are made of them."""
-        for name in names:
-            if name in held.attributes:
-                self._made_with[name] = copied(held.attributes[name])
-            else:
-                self._made_by_training.add(name)
-        self._set(held, {name: value[name] for name in names}, device)
+        there = {name: held.attributes[name] for name in names if name in held.attributes}
+        self._objects.note(there)
+        self._objects.pass_by(names)
+        self._made_with |= copied(there)
+        self._made_by_training |= set(names) - there.keys()
+        # One that is another part's, too, comes later.
+        filled, _ = read_objects(objects)
+        early = {"filled": filled}
+        self._set(held, {name: value[name] for name in names}, device, early)
 
     def check_begins(self, held: Held) -> None:
         """Note the attributes before the sanity check."""
+        self._objects.note(held.attributes)
         self._before_check = copied(held.attributes)
 
     def check_ends(self, held: Held) -> None:
@@ -65,6 +79,7 @@ class PlainAttributes:
 
     def begin(self, held: Held) -> None:
         """Note the attributes when training starts, before its first epoch does."""
+        self._objects.note(held.attributes)
         fresh = copied(held.attributes) | self._made_with
         known_to_change = self._changed_by_check | self._made_by_training
         self.fresh = {name: value for name, value in fresh.items() if name not in known_to_change}
@@ -77,6 +92,19 @@ class PlainAttributes:
             if path in held.owners and not hasattr(held.owners[path], attribute):
                 changed[name] = {DELETED: None}
         return changed
+
+    def objects_of(self, held: Held, changed: Collection[str]) -> dict[str, Any]:
+        """Which objects attributes hold: places of those that training began with and has changed;
+        and names of attributes in whose place it has put the object of another one, with that one's
+        name.
+        """
+        attributes = {name: held.attributes[name] for name in changed if name in held.attributes}
+        same = {
+            name: other
+            for name, other in held_by_several(held.attributes).items()
+            if self._objects.first(name, None) is not held.attributes[name]
+        }
+        return {"filled": self._objects.unreplaced(attributes), "same": same}
 
     @staticmethod
     def _changed(held: Held, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -93,20 +121,50 @@ class PlainAttributes:
         changed when the state was taken. What they make a value of another kind was one then, too.
         """
         plain = held.attributes.keys() - self._made_with.keys()
-        fresh = {name: value for name, value in self.fresh.items() if name in plain}
-        self._set(held, fresh, device)
+        self._return(held, plain, device)
 
-    def return_to(self, held: Held, value: Mapping[str, Any], device: torch.device) -> None:
+    def return_to(
+        self,
+        held: Held,
+        value: Mapping[str, Any],
+        device: torch.device,
+        objects: Mapping[str, Any] = NOTHING_NOTED,
+    ) -> None:
         """Let every attribute be as it was when ``value`` was taken in this training."""
-        fresh = {name: before for name, before in self.fresh.items() if name in held.attributes}
-        self._set(held, fresh, device)
-        self._set(held, value, device)
+        self._return(held, held.attributes.keys(), device)
+        self._set(held, value, device, objects)
 
-    def give_back(self, held: Held, value: Mapping[str, Any], device: torch.device) -> None:
-        """Set the attributes of what there is."""
-        self._set(held, value, device)
+    def _return(self, held: Held, names: Collection[str], device: torch.device) -> None:
+        """Let attributes be what they were when training began, and the same objects."""
+        fresh = {name: before for name, before in self.fresh.items() if name in names}
+        self._set(held, fresh, device, {"filled": self._objects.places})
 
-    def _set(self, held: Held, values: Mapping[str, Any], device: torch.device) -> None:
+    def give_back(
+        self,
+        held: Held,
+        value: Mapping[str, Any],
+        device: torch.device,
+        objects: Mapping[str, Any] = NOTHING_NOTED,
+    ) -> None:
+        """Set the attributes of what there is.
+
+        Args:
+            held: What the user's objects hold.
+            value: What :meth:`take` has returned.
+            device: The accelerator.
+            objects: What :meth:`objects_of` has returned.
+        """
+        self._set(held, value, device, objects)
+
+    def _set(
+        self,
+        held: Held,
+        values: Mapping[str, Any],
+        device: torch.device,
+        objects: Mapping[str, Any],
+    ) -> None:
+        filled, same = read_objects(objects)
+        remaking = Remaking(device, filled)
         for name, saved in values.items():
             path, _, attribute = name.rpartition(".")
             owner = held.owners.get(path)
@@ -116,14 +174,49 @@ class PlainAttributes:
             if type(saved) is dict and saved.keys() == {DELETED}:
                 attributes.pop(attribute, None)
                 continue
-            now = attributes.get(attribute)
+            of_class = changeable_of_class(owner).get(attribute)
+            now = attributes.get(attribute, of_class)
+            if name in filled:
+                # A hook of the start may have put another one in its place.
+                now = self._objects.first(name, now)
             try:
-                attributes[attribute] = like(now, copied(saved), device)
+                made = remaking.like(now, copied(saved), name)
             except DAMAGED:
-                raise UserError(
-                    f"the attribute {name} in the checkpoint is not what this project writes."
-                    " Give another checkpoint."
-                ) from None
+                raise damaged(f"the attribute {name}") from None
+            if of_class is None or made is not of_class:
+                attributes[attribute] = made
+        for name, other in same.items():
+            is_known = other in held.attributes or other in values
+            if name not in filled and is_known:
+                self._share(held, name, other)
+
+    @staticmethod
+    def _share(held: Held, name: str, other: str) -> None:
+        """Let an attribute hold the object of another one."""
+        path, _, attribute = name.rpartition(".")
+        path_of_other, _, its_attribute = other.rpartition(".")
+        owner = held.owners.get(path)
+        its_owner = held.owners.get(path_of_other)
+        is_there = owner is not None and its_attribute in getattr(its_owner, "__dict__", {})
+        if is_there and may_be_set(owner, attribute):
+            vars(owner)[attribute] = vars(its_owner)[its_attribute]
+
+
+def read_objects(objects: Mapping[str, Any]) -> tuple[set[str], dict[str, str]]:
+    """What :meth:`PlainAttributes.objects_of` has returned: the places of objects that are filled,
+    and attributes that hold those of others.
+    """
+    try:
+        return set(objects.get("filled", ())), dict(objects.get("same", {}))
+    except DAMAGED:
+        raise damaged("the list of what attributes share") from None
+
+
+def damaged(what: str) -> UserError:
+    """The error where a checkpoint was changed."""
+    return UserError(
+        f"{what} in the checkpoint is not what this project writes. Give another checkpoint."
+    )
 
 
 def without_halves(held: Held, changed: dict[str, Any], told: Collection[str]) -> dict[str, Any]:
