@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
 from unbroken import ExactCheckpoint, Part, Stopped
@@ -31,6 +32,9 @@ from unbroken.checkpoint import ending
 from unbroken.checkpoint.hooks import Hooks
 from unbroken.errors import UserError
 from unbroken.seams import HOOKS_OF_BATCHES
+from unbroken.storage import run_files
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO
+from unbroken.storage.files import NotWritten
 
 from tests.commands import (
     checkpoint,
@@ -384,9 +388,12 @@ class StopsAfter(Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.parametrize("loads_late", [False, True])
 def test_a_run_that_is_stopped_twice_in_its_last_validation_ends_as_if_it_were_not(
-    workplace: Path,
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, loads_late: bool
 ) -> None:
+    """FSDP and DeepSpeed load a checkpoint after the hooks of the start."""
+    monkeypatch.setattr(SingleDeviceStrategy, "restore_checkpoint_after_setup", loads_late)
     flags = {"epochs": -1, "max_steps": 6, "val_check_interval": 3}
     fit("undisturbed", **flags)
     for _ in range(2):
@@ -398,6 +405,66 @@ def test_a_run_that_is_stopped_twice_in_its_last_validation_ends_as_if_it_were_n
     fit("undisturbed", **longer)
     fit("stopped", **longer)
     assert_same_end(Path("undisturbed"), Path("stopped"))
+
+
+class StopsBehindTheEnd(Callback):
+    """Stops a script when nothing is left to train."""
+
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_signal_behind_the_last_step_is_not_lost(workplace: Path) -> None:
+    fit("undisturbed", limit_train_batches=6)
+    handler = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Stopped):
+        fit("stopped", StopsBehindTheEnd(), limit_train_batches=6)
+    assert signal.getsignal(signal.SIGTERM) is handler
+    assert_same_end(Path("undisturbed"), Path("stopped"))
+    fit("stopped", limit_train_batches=6)
+
+
+class BestInTheMiddle(Regression):
+    """Is best after its second epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", abs(self.current_epoch - 1.0))
+
+
+class FillsTheDisk(Callback):
+    """Lets no checkpoint be written for some steps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_full = False
+        self.refused: list[str] = []
+        write = AtomicCheckpointIO.write
+
+        def refuse_for_a_while(io: Any, contents: dict[str, Any], path: Path) -> None:
+            if self.is_full:
+                self.refused.append(path.name)
+                raise NotWritten("the disk is full.")
+            write(io, contents, path)
+
+        monkeypatch.setattr(AtomicCheckpointIO, "write", refuse_for_a_while)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        self.is_full = 10 < trainer.global_step < 16
+
+
+@pytest.mark.parametrize("size", [0, 2**30], ids=["in the background", "at once"])
+def test_a_best_that_the_disk_did_not_take_is_written_when_it_does(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    monkeypatch.setattr(run_files, "WRITTEN_AT_ONCE", size)
+    flags: dict[str, Any] = {"epochs": 4, "limit_train_batches": 6, "make": BestInTheMiddle}
+    fit("undisturbed", **flags)
+    disk = FillsTheDisk(monkeypatch)
+    assert fit("full", disk, **flags).best.epoch == 1
+    assert "best.ckpt" in disk.refused
+    assert_same_end(Path("undisturbed"), Path("full"))
+    best = [checkpoint(Path(run, "best.ckpt")) for run in ("undisturbed", "full")]
+    for key in ("state_dict", "optimizer_states", "loops"):
+        assert differences(best[0][key], best[1][key], key) == []
 
 
 class StopsInEpoch(Callback):

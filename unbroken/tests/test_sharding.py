@@ -26,6 +26,7 @@ from tests.commands import (
     WHOLE_NETWORK,
     checkpoint,
     complete,
+    differences,
     run_ranks,
     summary,
 )
@@ -97,6 +98,22 @@ def test_sharded_weights_train_go_on_and_test_as_whole_ones(workplace: Path) -> 
     ]
     assert fit.main([*more, "--data.batch_size", "64"]) == 0
     assert summary(sharded)["world_size"] == 1
+
+
+def test_a_sharded_run_resumes_exactly_inside_an_epoch(workplace: Path) -> None:
+    # The schedule depends on the number of steps. The pixels are shifted at random.
+    steady = [*STEADY, "--data.shift_pixels", "2"]
+    flags = [*SMALL, *WHOLE_NETWORK, *steady, *HALF]
+    flags += ["--limit_train_batches", "6", "--max_epochs", "2"]
+    for run, steps in (("undisturbed", ["9"]), ("resumed", ["4", "9"])):
+        for each in steps:
+            line = [*flags, "--max_steps", each, "--run_name", run, "--ckpt_path", "auto"]
+            ended = run_ranks("tests.sharded", *line)
+            assert ended.returncode == 0, ended.stderr
+    ends = [checkpoint(Path("checkpoints", run, "last.ckpt")) for run in ("undisturbed", "resumed")]
+    assert ends[1]["global_step"] == 9
+    for key in ("state_dict", "optimizer_states", "loops"):
+        assert differences(ends[0][key], ends[1][key], key) == []
 
 
 # What differs from Lightning's strategy, piece by piece.

@@ -207,6 +207,16 @@ def test_a_stop_that_was_asked_for_before_a_save_counts_after_it(two_ranks: Agre
     assert two_ranks.exchange(0) == request_of(signal.SIGTERM)
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="of POSIX")
+def test_a_job_is_queued_again_also_where_another_rank_was_asked_to_stop() -> None:
+    requests = [request_of(signal.SIGTERM), request_of(signal.SIGUSR1), request_of(signal.SIGHUP)]
+    assert max(requests) == requests[1]
+    assert min(requests) == requests[0]
+    assert [signal_of(each) for each in requests] == [
+        *(signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    ]
+
+
 def test_a_request_of_one_training_does_not_reach_the_next(two_ranks: Agreement) -> None:
     two_ranks.exchange(request_of(signal.SIGINT))
     two_ranks.begin()

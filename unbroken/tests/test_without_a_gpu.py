@@ -8,6 +8,7 @@ import atexit
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from unbroken.lightning_internals import average_on_the_device, averaged_models
 from unbroken.results.facts import git_state
 from unbroken.run.final_test import final_test, float32_products
 from unbroken.stopping import ranks
+from unbroken.stopping.ranks import of_all_ranks
 from unbroken.stopping.stop import Agreement
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 from unbroken.storage.run_files import RunFiles
@@ -212,8 +214,10 @@ def with_one_rank(init: Callable[..., None]) -> Callable[..., None]:
 # A save that fails.
 
 
-def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: Any) -> None:
-    """One of two ranks: rank 0 writes a checkpoint, which fails."""
+def save_with_a_fault(
+    rank: int, folder: Path, fault: Exception | None, is_of_before: bool, told: Any
+) -> None:
+    """One of two ranks: rank 0 writes a checkpoint, and that or the write before fails."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
 
     def fail(*_: Any) -> None:
@@ -223,6 +227,8 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
     torch.save = fail
 
     def save_checkpoint(path: Path, weights_only: bool) -> None:
+        # What the ranks tell each other of their parts.
+        assert of_all_ranks("part", group) == ["part", "part"]
         if rank == 0:
             strategy.checkpoint_io.save_checkpoint({}, path)
         dist.barrier()  # Lightning's, at the end of every save
@@ -237,9 +243,17 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
     )
     group = Agreement(2).group
     files = RunFiles(folder)
-    nothing: dict[str, Any] = {"also": None, "add_state": dict, "when_saved": lambda: None}
+    if is_of_before and rank == 0:
+        files._thread.begin(partial(AtomicCheckpointIO().write, {}, folder / "before.ckpt"))
+    nothing: dict[str, Any] = {
+        "also": None,
+        "add_state": dict,
+        "add_left_out": lambda _: None,
+        "flush": lambda: None,
+        "when_saved": lambda: None,
+    }
     try:
-        files.write(trainer, target=files.last, group=group, finish=lambda _: None, **nothing)
+        files.write(trainer, target=files.last, group=group, **nothing)
         told.put((rank, None))
     except Exception as error:
         told.put((rank, f"{type(error).__name__}: {error}"))
@@ -256,8 +270,9 @@ def save_with_a_fault(rank: int, folder: Path, fault: Exception | None, told: An
         RuntimeError("an enforced check failed"),
     ],
 )
+@pytest.mark.parametrize("is_of_before", [False, True])
 def test_every_rank_learns_that_rank_zero_could_not_save(
-    tmp_path: Path, fault: Exception | None
+    tmp_path: Path, fault: Exception | None, is_of_before: bool
 ) -> None:
     """Two processes with gloo. A rank that is not told would wait at a barrier that the other never
     reaches.
@@ -265,7 +280,7 @@ def test_every_rank_learns_that_rank_zero_could_not_save(
     context = multiprocessing.get_context("fork")
     told = context.Queue()
     processes = [
-        context.Process(target=save_with_a_fault, args=(rank, tmp_path, fault, told))
+        context.Process(target=save_with_a_fault, args=(rank, tmp_path, fault, is_of_before, told))
         for rank in (0, 1)
     ]
     for process in processes:

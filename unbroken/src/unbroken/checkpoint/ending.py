@@ -16,7 +16,7 @@ from unbroken.stopping.stop import (
     Agreement,
     NextBatch,
     Terminated,
-    request_of,
+    request_of_this_rank,
     signal_of,
 )
 from unbroken.storage.files import NotWritten, copy_atomically
@@ -80,8 +80,7 @@ class Ending:
 
     def agree_at_the_end(self) -> None:
         """Note what all ranks ask for now. They wait for one another."""
-        mine = request_of(signals.state.requested)
-        self.request = max(self.request, *of_all_ranks(mine, self.group))
+        self.request = max(self.request, *of_all_ranks(request_of_this_rank(), self.group))
 
     def forget_request(self) -> None:
         """What was asked for is done, or cannot be done now. Every rank calls it."""
@@ -93,6 +92,15 @@ class Ending:
         """Which ranks have a further batch; this rank's request goes along."""
         assert self._agreement is not None
         return self._agreement.next_batch(rank, has_one, mine)
+
+    def stop_if_asked_late(self, trainer: Trainer) -> None:
+        """Stop a script whose signal came behind the last step at which the ranks agree. All that
+        it asks for is saved. A command sees to it itself.
+        """
+        if self._signals.are_of_a_script:
+            self.request = request_of_this_rank()
+            if self.request:
+                self.stop(trainer)
 
     def stop(self, trainer: Trainer) -> NoReturn:
         """End the run as the signal asks. At SLURM's, the job is queued again first."""

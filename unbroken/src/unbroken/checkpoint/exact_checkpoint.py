@@ -297,9 +297,12 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.own_folder.files.wait()
         self.own_folder.finish_mirror(None)
-        self._put_everything_back(trainer)
-        # After an error Lightning has still to end the workers of ours.
-        lightning_internals.exchange_loaders(trainer, users_own)
+        try:
+            self.ending.stop_if_asked_late(trainer)
+        finally:
+            self._put_everything_back(trainer)
+            # After an error Lightning has still to end the workers of ours.
+            lightning_internals.exchange_loaders(trainer, users_own)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException

@@ -15,7 +15,7 @@ from unbroken.loading import ExactLoader, passes_of
 from unbroken.seams import Seams
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import say
-from unbroken.stopping.stop import request_of
+from unbroken.stopping.stop import request_of_this_rank
 from unbroken.storage.run_files import OneSave
 
 
@@ -216,7 +216,7 @@ class Hooks(Callback):
             if is_last and not trainer.sanity_checking:
                 # Lightning computes the values before the epoch's end.
                 share_sums(trainer)
-        self.engine.ending.agree(request_of(signals.state.requested))
+        self.engine.ending.agree(request_of_this_rank())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine

@@ -183,6 +183,9 @@ class Restoring:
         # A run that had stopped early stays so, unless a setting was changed. But a validation that
         # it was killed in comes first.
         trainer.should_stop = resume.should_stop and resume.place != "validation"
+        if trainer.strategy.restore_checkpoint_after_setup:
+            # on_fit_start was called before.
+            self._prepare(trainer, resume)
 
     def _give_buffers(
         self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
@@ -231,19 +234,26 @@ class Restoring:
         """Note what ``on_fit_start`` may change. Lightning has restored the module, the data module
         and the callbacks.
         """
-        if trainer.ckpt_path is None:
+        # Not trainer.ckpt_path: FSDP and DeepSpeed set it as they load, after this hook.
+        if lightning_internals.found_checkpoint(trainer) is None:
             self._start_is_settled = True
             lightning_internals.average_what_setup_has_made(trainer, is_loaded=False)
         if self._resume is None:
             return
+        self._prepare(trainer, self._resume)
+        if uses_hooks(trainer):
+            self._note_loaded(trainer)
+
+    def _prepare(self, trainer: Trainer, resume: Resume) -> None:
+        """Let optimizers load their states as they were saved, and the training be as long as it
+        was.
+        """
         if self._state_types is not None:
             self._state_types.begin(trainer)
         settings = self._kept.settings
-        settings.give_back_early(trainer, self._resume.shared.get(settings.name, {}))
-        if self._resume.is_behind_last_step:
+        settings.give_back_early(trainer, resume.shared.get(settings.name, {}))
+        if resume.is_behind_last_step:
             settings.add_step(trainer)
-        if uses_hooks(trainer) and not trainer.strategy.restore_checkpoint_after_setup:
-            self._note_loaded(trainer)
 
     def training_starts(self, trainer: Trainer) -> None:
         """Let hyperparameters that the user has changed win, and note what ``on_train_start`` may

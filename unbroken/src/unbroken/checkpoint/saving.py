@@ -51,10 +51,9 @@ from unbroken.loading import ExactLoading
 from unbroken.loading.log_steps import is_optimizer_step
 from unbroken.parts.declared import plain_state
 from unbroken.parts.loops import clean_counters
-from unbroken.stopping import signals
 from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.stopping.signals import STOP_S
-from unbroken.stopping.stop import SAVE_DUE, NextBatch, request_of
+from unbroken.stopping.stop import SAVE_DUE, NextBatch, request_of_this_rank
 from unbroken.storage.contents import CHOSEN, RUN_KEY
 from unbroken.version import __version__
 
@@ -153,7 +152,7 @@ class Saving:
 
     def _own_request(self, trainer: Trainer) -> int:
         """What this rank asks for: to stop, to save, or nothing."""
-        return request_of(signals.state.requested) or self._request_if_overdue(trainer)
+        return request_of_this_rank() or self._request_if_overdue(trainer)
 
     def _request_if_overdue(self, trainer: Trainer) -> int:
         """SAVE_DUE on rank zero when the seconds between two saves are over, else 0."""
@@ -201,25 +200,32 @@ class Saving:
         stop. The last save of a run (``is_end``, or a stop) is on the disk then.
         """
         stops = self._ending.is_asked_for
+        is_last = stops or is_end
         self._due_at = trainer.global_step
-        if snapshot is not None and self._own_folder.saves:
-            wish = Wish(snapshot, self._following.is_new, self._can_go_on(trainer, snapshot))
-            # Loaders that cannot start inside an epoch: save only at an epoch's end, and at a new
-            # best.
-            if wish.can_go_on or wish.is_best:
-                with self._pauses(trainer):
-                    if stops:
-                        self._tell_of_a_slow_end()
-                    self._save(trainer, wish)
-                    if stops or is_end:
-                        self._settle(trainer, wish)
-            elif stops:
-                # The epoch's own save is the last one.
-                self._refuse_to_end_unsaved()
+        wish = self._wish(trainer, snapshot)
+        if wish is not None:
+            with self._pauses(trainer):
+                if stops:
+                    self._tell_of_a_slow_end()
+                self._save(trainer, wish)
+                if is_last:
+                    self._settle(trainer, wish)
+        elif is_last and self._own_folder.saves:
+            # A resume starts from the save before. It must be on the disk.
+            self._refuse_to_end_unsaved()
         self._following.is_new = False
         if stops:
             self._ending.stop(trainer)
         self._ending.forget_request()
+
+    def _wish(self, trainer: Trainer, snapshot: Snapshot | None) -> Wish | None:
+        """What is to be saved of a snapshot. None: nothing. With loaders that cannot start inside
+        an epoch, that is so inside one, unless there is a new best.
+        """
+        if snapshot is None or not self._own_folder.saves:
+            return None
+        wish = Wish(snapshot, self._following.is_new, self._can_go_on(trainer, snapshot))
+        return wish if wish.can_go_on or wish.is_best else None
 
     @contextmanager
     def _pauses(self, trainer: Trainer) -> Iterator[None]:
@@ -249,7 +255,8 @@ class Saving:
             also=files.last if wish.is_best and wish.can_go_on else None,
             group=self._ending.group,
             add_state=partial(self._put_state_into, trainer, wish),
-            finish=partial(self._finish, trainer, wish),
+            add_left_out=partial(self._kept.add_left_out, trainer, wish.snapshot),
+            flush=self._kept.flush,
             when_saved=partial(self._note_saved, step),
         )
         self._last_save = time.monotonic()
@@ -280,13 +287,6 @@ class Saving:
         record["can_go_on"] = wish.can_go_on
         record.setdefault("versions", {})[other_version.NAME] = __version__
         return record
-
-    def _finish(self, trainer: Trainer, wish: Wish, checkpoint: dict[str, Any]) -> None:
-        """Add what the user's own hooks have left out, and bring to the disk what the state refers
-        to.
-        """
-        self._kept.add_left_out(trainer, wish.snapshot, checkpoint)
-        self._kept.flush()
 
     def add_choices(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Put what the run chose by itself into a checkpoint, also into one that another callback

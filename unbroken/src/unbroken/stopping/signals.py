@@ -142,6 +142,11 @@ class TakenOver:
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
 
+    @property
+    def are_of_a_script(self) -> bool:
+        """Whether a script's handlers have been replaced, and come back."""
+        return bool(self._handlers)
+
     def begin(self, requeue_signal: int | None = None) -> None:
         """Note a signal from now on, in the main thread and where no command has seen to it.
 
@@ -282,7 +287,7 @@ def _note(number: int, frame: FrameType | None) -> None:
         os._exit(Stopped(signum).exit_code)
     if state.phase is Phase.STARTS:
         if not is_first:
-            # It is ending already.
+            # It is ending already, or after SLURM's signal: at its first step, to be queued again.
             return
         _end_ranks()
     if state.phase is not Phase.TRAINS:
@@ -303,9 +308,12 @@ def _call_the_scripts(number: int, frame: FrameType | None) -> None:
     try:
         handler(number, frame)
     except BaseException as error:
-        if state.phase is not Phase.TRAINS:
-            raise
-        state.raised = error
+        if state.phase is Phase.TRAINS:
+            state.raised = error
+            return
+        if state.phase is Phase.STARTS:
+            _end_ranks()
+        raise
 
 
 def _watch(reading: int) -> None:

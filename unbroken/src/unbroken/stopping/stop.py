@@ -17,22 +17,33 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from unbroken.stopping import signals
 from unbroken.stopping.signals import Stopped
 
 # What a rank asks for is 0 (nothing), SAVE_DUE, or to stop: STOP and the signal's number. The ranks
-# take the largest, so a stop counts more than a save that is due.
+# take the largest: a stop counts more than a save that is due, and to be queued again, by SLURM's
+# signal, more than a stop.
 SAVE_DUE = 1
 STOP = 1000
+REQUEUE = 2000
 
 
 def request_of(signum: int) -> int:
     """What a rank asks for that has got this signal. 0: it has got none."""
-    return STOP + signum if signum else 0
+    if not signum:
+        return 0
+    is_stop = signum in (signal.SIGINT, signal.SIGTERM)
+    return signum + (STOP if is_stop else REQUEUE)
+
+
+def request_of_this_rank() -> int:
+    """What the signal asks for that this process has got."""
+    return request_of(signals.state.requested)
 
 
 def signal_of(request: int) -> int:
     """The signal by which a request asks to stop."""
-    return request - STOP
+    return request % STOP
 
 
 class Terminated(Stopped, SIGTERMException):

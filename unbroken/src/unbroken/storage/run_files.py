@@ -58,6 +58,8 @@ class RunFiles:
         self._own_io = AtomicCheckpointIO()
         self._thread = WritingThread()
         self._staging = Staging()
+        # A best that the disk did not take. None: the disk has the newest best.
+        self._waiting_best: dict[str, Any] | None = None
         self.costs = Costs()
 
     @property
@@ -98,7 +100,8 @@ class RunFiles:
         also: Path | None,
         group: Any,
         add_state: Callable[[dict[str, Any]], dict[str, Any]],
-        finish: Callable[[dict[str, Any]], None],
+        add_left_out: Callable[[dict[str, Any]], None],
+        flush: Callable[[], None],
         when_saved: Callable[[], None],
     ) -> None:
         """Save the state that the Trainer has now. Every rank calls it; rank zero writes.
@@ -106,7 +109,8 @@ class RunFiles:
         Lightning makes its checkpoint, and ``add_state`` adds to it (:class:`OneSave`). It is made
         plain. Then it is written, or copied for the thread that writes it.
 
-        A disk that fails is no error here: :attr:`trouble` says so, and a line does.
+        A disk that fails is no error here: :attr:`trouble` says so, and a line does. A best that
+        it did not take waits in memory, and is written before the next save.
 
         Args:
             trainer: Its own CheckpointIO is left alone.
@@ -115,31 +119,30 @@ class RunFiles:
             group: The ranks' group in CPU memory.
             add_state: Puts what a resume needs into Lightning's checkpoint; returns the library's
                 entry of it.
-            finish: Called on rank zero with the checkpoint as the user's own hooks have left it,
-                before it is written. NotWritten: then it is not written.
+            add_left_out: Called on rank zero with the checkpoint as the user's own hooks have left
+                it.
+            flush: Called on rank zero before the checkpoint is written, to bring to the disk what
+                it refers to. NotWritten: then it is not written.
             when_saved: Called on rank zero when the files are on the disk.
 
         Raises:
             UserError: On all ranks, with one line, where the state cannot be saved at all.
         """
-        failure = None
         begun = time.perf_counter()
         theirs = trainer.strategy.checkpoint_io
         io = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
         job = WriteJob(io, target, also, when_saved)
         one_save = OneSave(trainer, add_state)
+        # Also where the save before has failed: the other ranks make their part of this one.
+        failure = self._failure_of_the_save_before()
         try:
-            # The save before has memory for a whole state.
-            self._thread.wait()
             checkpoint = one_save.make(target)
-            if checkpoint is not None:
-                finish(checkpoint)
+            if checkpoint is not None and failure is None:
+                add_left_out(checkpoint)
                 io.make_plain(checkpoint, restored_by_lightning(trainer))
-                self._begin_to_write(job, one_save.private, checkpoint)
-        except NotWritten as error:
-            self.trouble.note(str(error))
+                self._begin_to_write(job, one_save.private, checkpoint, flush)
         except (UserError, NotPlain) as error:
-            failure = str(error)
+            failure = failure or str(error)
         finally:
             self.costs.last_wait_seconds = time.perf_counter() - begun
             self.costs.wait_seconds += self.costs.last_wait_seconds
@@ -149,6 +152,14 @@ class RunFiles:
             if not self.last.exists() and not self.best.exists():
                 raise UserError(f"{reason}. The run has stopped; nothing was saved.")
             raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
+
+    def _failure_of_the_save_before(self) -> str | None:
+        """Wait for the save before, which has memory for a whole state. None: it has not failed."""
+        try:
+            self._thread.wait()
+        except (UserError, NotPlain) as error:
+            return str(error)
+        return None
 
     @contextmanager
     def reading(self, trainer: Trainer, path: Any) -> Iterator[None]:
@@ -168,21 +179,31 @@ class RunFiles:
             trainer.strategy.checkpoint_io = theirs
 
     def _begin_to_write(
-        self, job: WriteJob, private: Collection[MemoryRange], checkpoint: dict[str, Any]
+        self,
+        job: WriteJob,
+        private: Collection[MemoryRange],
+        checkpoint: dict[str, Any],
+        flush: Callable[[], None],
     ) -> None:
         """Write a plain checkpoint now, or copy it and let the thread write it. What is
         ``private`` to it need not be copied.
         """
         size = bytes_in(checkpoint)
         self.costs.last_bytes = size
+        try:
+            flush()
+        except NotWritten as error:
+            self._note_not_written(job, checkpoint, error)
+            return
         staged = None if size < WRITTEN_AT_ONCE else self._staged(checkpoint, private)
         if staged is None:
             self._to_disk(job, checkpoint)
             self.costs.last_background_seconds = 0.0
             return
+        staging = self._staging
 
         def write_staged() -> None:
-            self._staging.wait()
+            staging.wait()
             self._to_disk(job, staged)
             self.costs.last_background_seconds = self.costs.last_write_seconds
 
@@ -206,17 +227,42 @@ class RunFiles:
         """
         begun = time.perf_counter()
         try:
+            self._write_waiting_best(job)
             job.io.write(checkpoint, job.target)
+        except NotWritten as error:
+            self._note_not_written(job, checkpoint, error)
+        else:
+            self._copy_and_tell(job)
+        self.costs.last_write_seconds = time.perf_counter() - begun
+
+    def _copy_and_tell(self, job: WriteJob) -> None:
+        """The target is on the disk. The best comes before the last: a run that is killed in
+        between repeats the steps to the best.
+        """
+        try:
             if job.also is not None:
-                # The best comes first: a run that is killed in between repeats the steps to the
-                # best.
                 copy_atomically(job.target, job.also)
         except NotWritten as error:
             self.trouble.note(str(error))
         else:
             self.trouble.end()
             job.when_saved()
-        self.costs.last_write_seconds = time.perf_counter() - begun
+
+    def _write_waiting_best(self, job: WriteJob) -> None:
+        """Write the best that the disk did not take before, unless a newer one comes now."""
+        if self._waiting_best is not None and job.target != self.best:
+            job.io.write(self._waiting_best, self.best)
+        self._waiting_best = None
+
+    def _note_not_written(
+        self, job: WriteJob, checkpoint: dict[str, Any], error: NotWritten
+    ) -> None:
+        """Tell of the trouble, and keep a best in memory of its own, as long as there is some."""
+        self.trouble.note(str(error))
+        if job.target == self.best:
+            self.let_go()
+            self._waiting_best = self._staged(checkpoint, ())
+            self.let_go()
 
 
 class OneSave(TorchCheckpointIO):
@@ -267,8 +313,9 @@ class OneSave(TorchCheckpointIO):
 
     def add_state(self, checkpoint: dict[str, Any]) -> None:
         """Called before the user's own ``on_save_checkpoint``, with Lightning's checkpoint."""
-        self.private = memory_made_for(checkpoint, self._trainer)
         self._record = self._add_state(checkpoint)
+        # Only now: it may have put other tensors in the place of Lightning's.
+        self.private = memory_made_for(checkpoint, self._trainer)
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
