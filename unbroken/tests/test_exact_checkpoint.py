@@ -1069,6 +1069,30 @@ def test_a_loaders_own_generator_decides_the_order_and_keeps_its_place(
     assert_same_end(Path("undisturbed"), Path("killed"))
 
 
+@pytest.mark.parametrize(
+    ("changed", "line"),
+    [
+        (False, "the order of samples stays that of the checkpoint's seed, 1"),
+        (True, "the order of samples is that of seed 2 from here"),
+    ],
+)
+def test_another_seed_inside_an_epoch_is_told(
+    workplace: Path, capsys: pytest.CaptureFixture[str], changed: bool, line: str
+) -> None:
+    def train(seed: int, *further: Callback, **options: Any) -> None:
+        keep = ExactCheckpoint("run", every="5", seed=seed, **options)
+        trainer = Trainer(
+            max_epochs=1, accelerator="cpu", callbacks=[keep, *further], logger=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(Regression(), ckpt_path=keep.resume_from)
+
+    with pytest.raises(RuntimeError, match="died"):
+        train(1, Dies(8))
+    train(2, changed=changed)
+    assert capsys.readouterr().out.count(line) == 1
+
+
 class Improves(Regression):
     """Is better with each epoch."""
 

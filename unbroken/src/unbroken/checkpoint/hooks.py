@@ -165,7 +165,7 @@ class Hooks(Callback):
     ) -> None:
         checkpoint_io = trainer.strategy.checkpoint_io
         if isinstance(checkpoint_io, OneSave):
-            checkpoint_io.add_state(checkpoint)
+            checkpoint_io.lightning_has_made(checkpoint)
         else:
             # Another callback saves, inside a hook: a resume from there is not exact.
             self.engine.saving.add_choices(checkpoint)

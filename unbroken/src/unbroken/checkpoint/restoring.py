@@ -3,12 +3,14 @@
 In the order in which it happens:
 
 1. Lightning has read the checkpoint, and calls :meth:`Restoring.read`: where training goes on in
-   its loaders is set, for they are made soon.
+   its loaders is set, since most of them are made after this.
 2. The user's hooks of the start act, as in a new run. What they change is noted before
    (:meth:`Restoring.fit_starts`, :meth:`Restoring.training_starts`).
-3. All these hooks are done: :meth:`Restoring.restore` undoes what they have changed, and gives
-   every part back.
-4. After the first batch nothing is left to give back (:meth:`Restoring.batch_ends`).
+3. All these hooks are done: :meth:`Restoring.restore` enters the epoch (inside one it calls
+   ``on_train_epoch_start`` once more), puts the loaders where training starts, undoes what hooks
+   have changed, and gives every part back.
+4. Before the first batch, generators are given once more (:meth:`Restoring.give_generators_again`).
+   After it nothing is left to give back (:meth:`Restoring.batch_ends`).
 
 Why a run that is resumed inside an epoch is the run that was not stopped:
 
@@ -17,9 +19,11 @@ Why a run that is resumed inside an epoch is the run that was not stopped:
 - The loops begin with the next batch. A checkpoint's counters say of everything that it is done or
   not begun (``clean_counters`` in parts/loops.py).
 - What steps and hooks have changed since the start is in the checkpoint: in Lightning's own
-  entries, or in a part (kept.py has the list). Generators of random numbers come last, since giving
-  back another part may draw.
-- The hooks of the start, which the other run has not called, leave no trace (noted.py).
+  entries, or in a part (kept.py has the list). Generators of random numbers come last of the parts
+  in memory, since giving back another one may draw. Parts with files follow, and draw nothing.
+- The hooks that are called again leave no trace (noted.py): ``setup``, ``configure_*``,
+  ``on_fit_start``, ``on_train_start`` and ``on_train_epoch_start``. The sanity check is not made
+  again, and no hook of a batch or a validation that is done is called.
 
 Where a run was stopped in the validation behind its last step, ``max_steps`` is reached, and
 Lightning would enter no epoch. So ``max_steps`` is one step more until that validation is over
@@ -208,7 +212,14 @@ class Restoring:
         """
         seed = resume.shared.get("seed")
         is_another = self._seed is not None and self._seed != seed
-        if seed is None or (is_another and self._changed):
+        if seed is None:
+            return
+        if is_another and self._changed:
+            if resume.place != "epoch":
+                self._lines.append(
+                    f"the order of samples is that of seed {self._seed} from here: the rest of this"
+                    " epoch reads some samples twice and others never."
+                )
             return
         self._loading.seed = seed
         self._loading.seeds = [Seeds(*each) for each in resume.shared.get("seeds", [])]

@@ -2,27 +2,34 @@
 
 A run is saved
 
-- before the next step, where the time or the steps between two saves are over (interval.py), where
-  a validation has found a new best, or where the run is asked to stop;
+- before the next step, where the time or the steps between two saves are over (interval.py; it is
+  put off while the save before is being written), where a validation has found a new best, or where
+  the run is asked to stop;
 - between two epochs, unless the save before is too recent for what it costs;
 - inside a validation, where the run is asked to stop: the state is that of the validation's start;
 - after the last epoch.
 
 In the order in which it happens:
 
-1. At the end of a step the ranks agree on what any of them asks for: a save, or a stop
-   (:meth:`Saving.batch_ends`). A validation or an epoch's end may find a new best.
-2. At one of the moments above every part is taken (:meth:`KeptParts.take`), and
+1. At the end of a step, and with the question for the next batch, the ranks agree on what any of
+   them asks for: a save, or a stop (:meth:`Saving.batch_ends`, :meth:`Saving.next_batch`). A
+   validation or an epoch's end may find a new best; all ranks find it together.
+2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
+   user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
    :meth:`Saving.save_and_stop_if_asked` saves it. The step before is done with its logging and its
    validation, and no hook of the next one was called. (validation.py takes the parts for a stop
    inside a validation.)
 3. :class:`unbroken.storage.run_files.RunFiles` lets Lightning make its checkpoint. Lightning calls
    our ``on_save_checkpoint`` (hooks.py) as it does so, by which :meth:`Saving._put_state_into` adds
-   what Lightning's lacks. A small one is written at once, a large one is copied, and a thread
-   writes the copy. A new best is written to ``best.ckpt`` and copied to ``last.ckpt``, and any
-   other save to ``last.ckpt`` alone.
+   what Lightning's lacks. Any save first waits for the one before. One of less than 16 MiB is
+   written at once; a larger one is copied, and a thread writes the copy. A new best is written to
+   ``best.ckpt`` and, where a resumed run can start there, copied to ``last.ckpt``; any other save
+   is written to ``last.ckpt`` alone.
 4. A file is written beside its target, flushed to the disk, and renamed
-   (:meth:`unbroken.storage.checkpoint_files.AtomicCheckpointIO.write`). Then it is noted as saved.
+   (:func:`unbroken.storage.files.written_atomically`). Then :meth:`Saving._note_saved` sets
+   ``saved_step`` and hands the files to the mirror, in the thread that has written them.
+
+A ModelCheckpoint of the user's saves as ever, beside these two files.
 """
 
 from __future__ import annotations
@@ -80,7 +87,7 @@ class Saving:
         own_folder: The folder of the run.
         interval: How often it is saved.
         kept: The parts of a checkpoint.
-        following: Tells of a new best.
+        following: Tells of a new best, on every rank alike.
         ending: What the ranks ask for.
         cut_epoch: The epoch that a limit has cut.
         loading: Whether training can start inside an epoch.
@@ -88,7 +95,7 @@ class Saving:
 
     Attributes:
         saved_step: The optimizer step of the ``last.ckpt`` that this training has written. None: it
-            has written none yet.
+            has written none yet, or this is not rank zero.
     """
 
     def __init__(
@@ -113,14 +120,14 @@ class Saving:
         self._chosen = chosen
         self._began = time.monotonic()
         self._last_save = self._began
-        # Optimizer steps when a save was last due.
-        self._due_at = 0
+        # Optimizer steps at the last moment for a save. The steps to the next are counted from it.
+        self._counted_from = 0
 
     def training_starts(self, trainer: Trainer) -> None:
         """Count the time and the steps until the first save from here."""
         self._began = time.monotonic()
         self._last_save = self._began
-        self._due_at = trainer.global_step
+        self._counted_from = trainer.global_step
 
     # What is due
 
@@ -132,7 +139,7 @@ class Saving:
             return
         self._ending.agree(self._own_request(trainer))
         # Every rank counts the same steps. A batch may have several.
-        steps_are_over = self._interval.is_due_between(self._due_at, trainer.global_step)
+        steps_are_over = self._interval.is_due_between(self._counted_from, trainer.global_step)
         is_due = steps_are_over and self._loading.starts_inside_epochs
         if is_due and not self._waits_for_disk():
             self._ending.request = max(self._ending.request, SAVE_DUE)
@@ -158,7 +165,7 @@ class Saving:
         """SAVE_DUE on rank zero when the seconds between two saves are over, else 0."""
         files = self._own_folder.files
         # A save that is still on its way to the disk has the memory that the next one needs. And
-        # inside an epoch there may be nothing to save.
+        # where a loader cannot start inside an epoch, nothing is saved there by the clock.
         if not trainer.is_global_zero or files.is_busy or not self._loading.starts_inside_epochs:
             return 0
         passed = time.monotonic() - self._last_save
@@ -201,7 +208,7 @@ class Saving:
         """
         stops = self._ending.is_asked_for
         is_last = stops or is_end
-        self._due_at = trainer.global_step
+        self._counted_from = trainer.global_step
         wish = self._wish(trainer, snapshot)
         if wish is not None:
             with self._pauses(trainer):

@@ -14,8 +14,10 @@ How a resume in the middle of an epoch is exact:
    an epoch's samples is drawn from (seed, epoch) alone, and cut into batches and shares:
    :class:`ExactBatches` (batches.py). To start at batch k, the same order is drawn again, and the
    first k batches are left out; no sample is loaded for them. What is drawn as batch k is loaded is
-   seeded from (seed, rank, epoch, k): :class:`Fetch` (fetch.py). So neither the order nor a random
-   transform depends on what was read before, or by which worker.
+   seeded from (seed, rank, epoch, k), in this process or in a worker, and the process's own
+   generators are put back: :class:`Fetch` (fetch.py). So neither the order nor a random transform
+   depends on what was read before, or by which worker. Batches that workers had loaded ahead at a
+   save are loaded again.
 3. Anything else (a stream, a loader of the user's own) becomes a :class:`WatchedLoader`. Nobody can
    leave out its first k batches. If it has a state, the state is kept after every batch, and loaded
    again. It is tried before training (proof.py), and what is not exact is said (faults.py). Where

@@ -35,10 +35,10 @@ class ExactLoading:
         start: Where training starts.
         shares: Who shares the data among the ranks.
         starts_inside_epochs: Whether training can start inside an epoch.
-        training: The loaders of this epoch's training.
+        training: What is read of each of this epoch's training loaders.
         loaded_at: The epoch for which they were made. None: there are none yet.
         read_early: Whether Lightning reads before the module's hooks: it does so where a loader has
-            no length.
+            no length. What that draws is undone, since generators are given back later.
     """
 
     def __init__(self, seed: int | None = None, lines: list[str] | None = None) -> None:
@@ -52,8 +52,8 @@ class ExactLoading:
         self.loaded_at: int | None = None
         self.read_early = False
         self._faults = Faults(self.lines)
-        # Whether torch's generator has yet to move on, as a plain loader lets it. With a given seed
-        # it stays.
+        # A plain loader draws once from torch's generator as it is made. Whether that draw is still
+        # to be done; with a given seed it is not.
         self._is_to_draw = seed is None
         # Whether ``training`` was made before, for another epoch.
         self._is_reloaded = False
@@ -134,9 +134,9 @@ class ExactLoading:
         self.training = []
         reloads = trainer.reload_dataloaders_every_n_epochs > 0  # type: ignore[attr-defined]
         starts_with_epoch = not self.start.batches and not self.start.over
-        # New loaders get no state of the ones before. Loaders of an earlier epoch than the one in
-        # which training starts leave its place alone: a schedule that asks how many steps there are
-        # loads before the counters of a checkpoint are restored.
+        # Loaders of a later epoch begin at its first batch. Those of an earlier one leave the place
+        # where training starts alone: a schedule that asks how many steps there are loads before
+        # the counters of a checkpoint are restored.
         if epoch > self.start.epoch or (reloads and starts_with_epoch):
             self.start = Start(max(epoch, self.start.epoch))
 
@@ -144,8 +144,8 @@ class ExactLoading:
         """The seeds of the training's next loader: of its own generators, where it has them, else
         of the run's seed, by which loaders side by side differ.
 
-        They are rank zero's on all ranks, and those of an earlier epoch where the loaders are made
-        anew.
+        They are rank zero's on all ranks. Loaders that are made anew for an epoch keep the seeds of
+        the first ones.
         """
         number = len(self.training)
         if number == len(self.seeds):

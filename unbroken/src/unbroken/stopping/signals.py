@@ -3,19 +3,25 @@
 
 What a signal does depends on the phase in which the process is (:class:`Phase`):
 
-| phase | from | a signal | a second one |
+| phase | from | a signal | a second or later one |
 | --- | --- | --- | --- |
-| IMPORTS | the start of a command | ends the process at once | |
-| STARTS | its imports are done; a script's Trainer sets up | is raised | changes nothing |
-| TRAINS | training or a test begins | is raised when the step is saved | changes nothing |
-| SAVED | what follows needs no further step | is raised at once | is raised at once |
-| ENDS | the command is done | ends the process at once | |
+| IMPORTS | the start of a command | ends the process at once | (it has ended) |
+| STARTS | its imports are done; a script's Trainer sets up | raises Stopped | changes nothing |
+| TRAINS | training, a validation or a test begins | is noted: see ``stop.py`` | changes nothing |
+| SAVED | one rank: the last save is on the disk | raises Stopped | raises Stopped |
+| ENDS | the command is done | ends the process at once | (it has ended) |
 
-Before training has begun there is nothing to save. Rank zero first ends the ranks that it has
-started, since they would fail without it. A signal to one of them is passed on to rank zero.
+``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase:
+the run stops at the next step boundary, and its job is queued again. While a save waits for a disk
+that hangs, no number of signals ends the process; SIGKILL does.
 
-The first signal says how the run ends. A script's own handlers are called at every signal; what one
-raises ends the run when the step is saved.
+Before training has begun there is nothing to save. In a command, where a library does not let a
+signal through, a thread ends the process 1.5 s later (:func:`watch`). Rank zero first ends the
+ranks that it has started, since they would fail without it. A signal to one of them is passed on to
+rank zero.
+
+The first signal says how the run ends. A script's own handlers are called at every signal; what the
+last of them raises ends the run, in the place of ``Stopped``, when the step is saved.
 
 After the save, a command with one rank is SAVED before it writes report and summary (``train`` in
 ``unbroken/run/main_job.py``): a second signal then ends it at once. With several ranks it stays
@@ -83,7 +89,7 @@ class State:
     It is global because a signal handler has no other place to note it.
     """
 
-    # The signal that was received.
+    # The first signal that was received: SIGINT or SIGTERM, or SLURM's as it came.
     requested: int = 0
     # When it was received, on the clock of time.monotonic().
     requested_at: float | None = None
@@ -113,8 +119,8 @@ state = State()
 def install() -> None:
     """Take over the signals in the main thread of a command.
 
-    Until :func:`unbroken.cli.start.run` they end the process: an exception inside an import
-    would show up as an ImportError.
+    In the phase IMPORTS they end the process: an exception inside an import would show up as an
+    ImportError. It lasts until :func:`imports_are_done`.
     """
     if threading.current_thread() is threading.main_thread():
         state.phase = Phase.IMPORTS
@@ -200,7 +206,8 @@ def end_with_parent() -> None:
 
 
 def watch(clean_up: Callable[[], None] | None = None) -> None:
-    """Until training begins, end the process soon after a signal, also inside a library.
+    """In a command, until training begins: end the process soon after a signal, also inside a
+    library.
 
     ``clean_up`` removes what the start has made. Where a pipe cannot wake a thread (Windows), the
     handler alone acts.
@@ -224,7 +231,9 @@ def imports_are_done() -> None:
 
 
 def training_begins() -> None:
-    """Training or a test begins: from now on a signal waits for the next step boundary."""
+    """Training, after its sanity check, a validation or a test begins: from now on a signal waits
+    for the next step boundary.
+    """
     state.phase = Phase.TRAINS
     _stop_watching()
 
@@ -293,7 +302,7 @@ def _note(number: int, frame: FrameType | None) -> None:
     if state.phase is not Phase.TRAINS:
         raise Stopped(as_stop(state.requested))
     if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
-        told = f"\n{signal.Signals(number).name}: saving this step, then stopping ...\n"
+        told = f"\n{signal.Signals(number).name}: saving, then stopping ...\n"
         # The stream may be closed.
         with suppress(OSError, AttributeError):
             # Not print(): a signal may interrupt it, and it cannot call itself.

@@ -3,12 +3,18 @@
 What happens, in order:
 
 1. A signal reaches any rank at any moment. Its handler (signals.py) only notes it.
-2. At the end of the step (of the next one, with several ranks), :class:`Agreement` tells every rank
-   the largest request of any rank.
+2. At the end of the optimizer step, :class:`unbroken.checkpoint.ending.Ending` asks
+   :class:`Agreement` for the largest request of any rank. One rank knows it at once; several know
+   it one step later, or, where they ask each other before each batch, with the next batch.
 3. Before the next step, :class:`unbroken.checkpoint.saving.Saving` saves ``last.ckpt`` on all
-   ranks.
-4. Every rank raises :class:`unbroken.stopping.signals.Stopped`, which ends the process with 143 or
-   130.
+   ranks. Inside a validation they agree after each of its batches: it is given up, the state of its
+   start is saved, and a resumed run begins it again.
+4. ``Ending.stop``: every rank raises :class:`unbroken.stopping.signals.Stopped`, which ends the
+   process with 143 or 130. For SIGTERM that is :class:`Terminated`. At SLURM's signal the job is
+   queued again first, and the process ends as by SIGTERM.
+
+A signal behind the last agreement of a run ends a script when everything is saved, and a command at
+its next step: see ``Ending.stop_if_asked_late`` and ``unbroken.cli.start``.
 """
 
 import signal
@@ -90,12 +96,14 @@ class Agreement:
         self._is_saved = False
 
     def forget_saves(self) -> None:
-        """All ranks have saved: a save that was asked for before is done."""
+        """All ranks have saved: a save that one asked for before, and of which they would know at
+        the next :meth:`exchange`, is done.
+        """
         self._is_saved = True
 
     def exchange(self, request: int) -> int:
-        """Send this rank's request. Returns the largest request of any rank at the call before
-        (one rank: this very request).
+        """Send this rank's request. Returns the largest request of any rank: at the call before,
+        or at the last :meth:`next_batch`; of one rank, this very request.
         """
         if self.group is None:
             return request

@@ -47,14 +47,16 @@ class RunFiles:
     """The checkpoints in a run's folder.
 
     A small state is written while training waits. A large one is copied in memory, and a thread
-    writes it while training goes on: see :class:`WritingThread` and :class:`Staging`.
+    writes it while training goes on: see :class:`WritingThread` and :class:`Staging`. From a GPU
+    the copy is only asked for, in order with the GPU's other work; the thread waits until it is
+    made.
     """
 
     def __init__(self, folder: Path) -> None:
         self.best = folder / "best.ckpt"
         self.last = folder / "last.ckpt"
         self.trouble = Trouble("nothing is saved", "the run is saved again")
-        # Writes where the Trainer has another way.
+        # Writes where the Trainer's CheckpointIO is no AtomicCheckpointIO.
         self._own_io = AtomicCheckpointIO()
         self._thread = WritingThread()
         self._staging = Staging()
@@ -113,7 +115,8 @@ class RunFiles:
         it did not take waits in memory, and is written before the next save.
 
         Args:
-            trainer: Its own CheckpointIO is left alone.
+            trainer: It has its own CheckpointIO again afterwards. One of the user's class writes
+                neither file.
             target: The file that is written.
             also: A second file, to which it is copied. None: there is none.
             group: The ranks' group in CPU memory.
@@ -123,7 +126,8 @@ class RunFiles:
                 it.
             flush: Called on rank zero before the checkpoint is written, to bring to the disk what
                 it refers to. NotWritten: then it is not written.
-            when_saved: Called on rank zero when the files are on the disk.
+            when_saved: Called on rank zero when the files are on the disk, in the thread that has
+                written them.
 
         Raises:
             UserError: On all ranks, with one line, where the state cannot be saved at all.
@@ -295,8 +299,8 @@ class OneSave(TorchCheckpointIO):
         theirs = strategy.checkpoint_io
         strategy.checkpoint_io = self
         try:
-            # It calls our on_save_checkpoint (hooks.py), which calls add_state below, and then
-            # save_checkpoint below.
+            # It calls our on_save_checkpoint (hooks.py), which calls lightning_has_made below, and
+            # then save_checkpoint below.
             self._trainer.save_checkpoint(target, weights_only=False)
         except (UserError, NotPlain):
             # The others wait for this rank at the end of save_checkpoint.
@@ -311,7 +315,7 @@ class OneSave(TorchCheckpointIO):
             )
         return self._made
 
-    def add_state(self, checkpoint: dict[str, Any]) -> None:
+    def lightning_has_made(self, checkpoint: dict[str, Any]) -> None:
         """Called before the user's own ``on_save_checkpoint``, with Lightning's checkpoint."""
         self._record = self._add_state(checkpoint)
         # Only now: it may have put other tensors in the place of Lightning's.
