@@ -106,6 +106,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(item, pytest.Function) and "mnist_root" in item.fixturenames:
             item.add_marker(pytest.mark.nightly)
 
+    for several in variants_of(items).values():
+        for item in left_for_the_night(several):
+            item.add_marker(pytest.mark.nightly)
+
     left_out = [item for item in items if item.get_closest_marker("nightly")]
     if is_nightly(config):
         part, count = os.environ.get("NIGHTLY_PART", "1/1").split("/")
@@ -121,6 +125,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def variants_of(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    """The variants of each test that is marked ``daily``, by the name of its function."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("daily"):
+            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return found
+
+
+def left_for_the_night(variants: list[pytest.Item]) -> list[pytest.Item]:
+    """All but as many as the mark ``daily`` says, which are spread over the list."""
+    marker = variants[0].get_closest_marker("daily")
+    assert marker is not None
+    (count,) = marker.args
+    by_day = {len(variants) * number // count for number in range(count)}
+    return [item for number, item in enumerate(variants) if number not in by_day]
 
 
 def is_nightly(config: pytest.Config) -> bool:

@@ -299,6 +299,7 @@ def places() -> list[Any]:
     return found
 
 
+@pytest.mark.daily(3)
 @pytest.mark.filterwarnings(
     "ignore:Trying to infer the `batch_size`", "ignore:Metric `SpearmanCorrcoef` will save all"
 )

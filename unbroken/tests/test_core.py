@@ -153,6 +153,7 @@ def test_the_core_alone_imports_all_that_needs_no_extra(core: Path, tmp_path: Pa
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.nightly
 def test_a_script_with_the_core_alone_resumes_exactly_after_a_kill(
     core: Path, tmp_path: Path
 ) -> None:

@@ -38,6 +38,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
     return told[0]
 
 
+@pytest.mark.daily(18)
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [

@@ -68,6 +68,7 @@ def images(loaded: Loaded) -> torch.Tensor:
     return loaded.datamodule.splits["test"].images
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(("batch_size", "count"), [(1, 200), (7, 200), (1024, 2000)])
 def test_onnx_and_torch_export_agree_with_the_checkpoint_on_test_images(
     batch_size: int, count: int, folder: Path, loaded: Loaded, images: torch.Tensor
@@ -448,6 +449,7 @@ class Pairs(Rooms):
             yield {"x": batch["x"]}, batch["label"]
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("module", "data", "outputs"),
     [

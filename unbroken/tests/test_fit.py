@@ -531,6 +531,7 @@ TOGETHER = [
 ]
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     "flags", [*TOGETHER, *(pytest.param(flags, marks=pytest.mark.nightly) for flags in FLAGS)]
 )

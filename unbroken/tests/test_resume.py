@@ -61,6 +61,7 @@ def wait_for_saves(count: int, process: Process) -> None:
         time.sleep(0.001)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("devices", "workers", "accumulate", "kills"),

@@ -658,6 +658,7 @@ CHANGES: dict[str, tuple[Any, Any]] = {
 NOT_KEPT = ("another sampler", "collate_fn", "the user's own object", "an own loader")
 
 
+@pytest.mark.daily(5)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_is_changed_in_a_live_loader_counts_as_in_a_plain_trainer(

@@ -71,6 +71,7 @@ def stop(process, number: int, pid: int) -> float:  # type: ignore[no-untyped-de
     return time.monotonic() - began
 
 
+@pytest.mark.daily(1)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("devices", "number", "code", "stops"),

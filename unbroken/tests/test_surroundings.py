@@ -85,6 +85,7 @@ def test_a_stream_that_cannot_show_a_character() -> None:
     assert "max_epochs: 1 ? 2" in resumed.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "shell",
     [

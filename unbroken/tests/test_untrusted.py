@@ -547,6 +547,7 @@ def surroundings(monkeypatch: pytest.MonkeyPatch, trained: Path) -> Iterator[tup
         yield server.getsockname()[1], connections
 
 
+@pytest.mark.daily(47)
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 @pytest.mark.parametrize(
     ("kind", "command"),
