@@ -8,6 +8,7 @@ then these lists are needed most.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -35,9 +36,13 @@ def names_of(paths: Iterable[Path]) -> str:
     return ", ".join(sorted({path.relative_to(LIBRARY).as_posix() for path in paths}))
 
 
-def trees() -> Iterator[tuple[Path, ast.Module]]:
-    for path in FILES:
-        yield path, ast.parse(path.read_text(encoding="utf-8"))
+@functools.cache
+def trees(word: str = "") -> list[tuple[Path, ast.Module]]:
+    """The files that have a word, each read once."""
+    texts = {path: path.read_text(encoding="utf-8") for path in FILES}
+    if not word:
+        return [(path, ast.parse(text)) for path, text in texts.items()]
+    return [(path, tree) for path, tree in trees() if word in texts[path]]
 
 
 def assigned(path: Path, name: str) -> Any:
@@ -213,7 +218,7 @@ def filtered() -> Iterator[tuple[Path, list[str]]]:
     advice = LIBRARY / "cli" / "unfounded_advice.txt"
     lines = advice.read_text(encoding="utf-8").splitlines()
     yield advice, [line.partition("  #")[0] for line in lines]
-    for path, tree in trees():
+    for path, tree in trees("filterwarnings"):
         for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef):
                 yield path, list(filtered_in(function))

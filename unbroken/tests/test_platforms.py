@@ -107,7 +107,6 @@ def commands() -> list[Any]:
     return found
 
 
-@pytest.mark.daily(3)
 @pytest.mark.parametrize("name", commands())
 def test_every_command_runs_without_what_linux_alone_has(name: str, place: Path) -> None:
     if name in NIGHTLY and not (place / "checkpoints").is_dir():

@@ -228,7 +228,8 @@ def test_memory_is_free_again_after_a_try_that_fitted_and_after_those_that_did_n
 def tensor_bytes() -> int:
     storages = {}
     for thing in gc.get_objects():
-        if type(thing) in (torch.Tensor, torch.nn.Parameter) and thing.device.type == "cpu":
+        is_tensor = type(thing) in (torch.Tensor, torch.nn.Parameter)
+        if is_tensor and thing.device.type == "cpu" and thing.layout == torch.strided:
             storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
     return sum(storages.values())
 
