@@ -314,6 +314,10 @@ OF_OBJECTS: dict[tuple[str, str], Callable[[], Any]] = {
         "lightning.pytorch.callbacks.StochasticWeightAveraging", 0.1
     ),
     ("DDPStrategy", "_ddp_comm_state"): of("lightning.pytorch.strategies.DDPStrategy"),
+    ("FSDPStrategy", "_state_dict_type"): of("lightning.pytorch.strategies.FSDPStrategy"),
+    ("ModelParallelStrategy", "_save_distributed_checkpoint"): of(
+        "lightning.pytorch.strategies.ModelParallelStrategy"
+    ),
     ("_MultiProcessingLauncher", "_start_method"): launcher,
     ("_ChildProcessObserver", "_child_processes"): observer,
     ("DataLoader", "_iterator"): of("torch.utils.data.DataLoader", [1]),

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.plugins import FSDPPrecision
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import (
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    StrategyRegistry,
+)
 from numerals.fit import job as fit
 from torch import nn
+from unbroken.checkpoint.refusals import refuse_checkpoints_in_parts
 from unbroken.checkpoint.sharding import LARGE, ShardedStrategy
 from unbroken.cli.cli import configure
 from unbroken.cli.trainer_flags import trainer_flags
@@ -114,6 +122,39 @@ def test_a_sharded_run_resumes_exactly_inside_an_epoch(workplace: Path) -> None:
     assert ends[1]["global_step"] == 9
     for key in ("state_dict", "optimizer_states", "loops"):
         assert differences(ends[0][key], ends[1][key], key) == []
+
+
+@pytest.mark.nightly
+def test_a_module_that_cuts_itself_resumes_exactly(workplace: Path) -> None:
+    """With ModelParallelStrategy, whose weights are DTensors."""
+    assert run_ranks("tests.cut_script", "undisturbed", "-1").returncode == 0
+    assert run_ranks("tests.cut_script", "killed", "13").returncode != 0
+    resumed = run_ranks("tests.cut_script", "killed", "-1")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "may not be exact" not in resumed.stdout
+    ends = [checkpoint(Path(run, "last.ckpt")) for run in ("undisturbed", "killed")]
+    for key in ("state_dict", "optimizer_states", "loops"):
+        assert differences(ends[0][key], ends[1][key], key) == []
+
+
+@pytest.mark.parametrize(
+    ("strategy", "is_refused"),
+    [
+        (FSDPStrategy(state_dict_type="sharded"), True),
+        (FSDPStrategy(), False),
+        (ModelParallelStrategy(), True),
+        (ModelParallelStrategy(save_distributed_checkpoint=False), False),
+        (SingleDeviceStrategy("cpu"), False),
+    ],
+    ids=["sharded", "full", "distributed", "whole", "one device"],
+)
+def test_a_strategy_that_writes_a_folder_of_parts_is_refused(
+    strategy: Any, is_refused: bool
+) -> None:
+    trainer: Any = SimpleNamespace(strategy=strategy)
+    refused = pytest.raises(UserError, match="writes a folder of parts")
+    with refused if is_refused else nullcontext():
+        refuse_checkpoints_in_parts(trainer)
 
 
 # What differs from Lightning's strategy, piece by piece.

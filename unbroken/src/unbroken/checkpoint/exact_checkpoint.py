@@ -48,6 +48,7 @@ from unbroken.checkpoint.own_folder import OwnFolder
 from unbroken.checkpoint.refusals import (
     compare_sizes,
     refuse_another_lightning,
+    refuse_checkpoints_in_parts,
     refuse_ranks_of_functions,
     refuse_what_is_not_found,
 )
@@ -251,6 +252,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # Of a stage before that ended without a teardown.
         self._put_everything_back(trainer)
         if stage == "fit":
+            if self.saves:
+                refuse_checkpoints_in_parts(trainer)
             self.engine = self._new_engine()
             self.best.take_names_of(pl_module)
             self.own_folder.begin(trainer)

@@ -58,6 +58,18 @@ def refuse_ranks_of_functions(trainer: Trainer) -> None:
         )
 
 
+def refuse_checkpoints_in_parts(trainer: Trainer) -> None:
+    """A UserError for a strategy whose ranks each write their part of a checkpoint: a kill would
+    leave some of the parts, and nothing of the library's would be in them.
+    """
+    if lightning_internals.saves_in_parts(trainer.strategy):
+        raise UserError(
+            "ExactCheckpoint saves whole files, and this strategy writes a folder of parts. Use"
+            ' FSDPStrategy(state_dict_type="full") or'
+            " ModelParallelStrategy(save_distributed_checkpoint=False)."
+        )
+
+
 def compare_sizes(trainer: Trainer, tensor: torch.Tensor, group: Any) -> None:
     """A UserError on every rank, where a step of an evaluation gathers tensors of other sizes.
 

@@ -170,7 +170,8 @@ class Restoring:
         warnings.filterwarnings("ignore", advice)
         resume = Resume.of(checkpoint, trainer, self._changed)
         self._resume = resume
-        self._state_types = StateTypes(checkpoint["state_dict"])
+        # A strategy that loads weights in parts has taken them out.
+        self._state_types = StateTypes(checkpoint.get("state_dict", {}))
         if len(resume.ranks) == trainer.world_size:
             self._note_other_threads(trainer, saved.get(CHOSEN, {}).get("threads"))
         # Lightning's sanity check calls the hooks of a validation. The run that was killed has had

@@ -96,10 +96,11 @@ def settled(sums: Sequence[Any]) -> list[int]:
 def _dense(tensor: Tensor) -> Sequence[Tensor]:
     """The dense tensors that a tensor consists of: itself, where it is one."""
     if hasattr(tensor, "__tensor_flatten__"):
-        # A tensor that is made of others, such as a shard or quantized weights.
+        # A tensor that is made of others, such as a shard or quantized weights. A shard names its
+        # ranks, too, which are no tensor.
         names, _ = tensor.__tensor_flatten__()
-        parts = [_dense(getattr(tensor, name)) for name in names]
-        return [dense for part in parts for dense in part]
+        parts = [getattr(tensor, name) for name in names]
+        return [dense for part in parts if isinstance(part, Tensor) for dense in _dense(part)]
     if is_lazy(tensor):
         return ()
     if tensor.layout != torch.strided:
