@@ -19,6 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import Precision
 from torch import nn
+from unbroken.checkpoint.noted import has_room_for
 from unbroken.checkpoint.shared_buffers import share_buffers
 from unbroken.errors import UserError
 from unbroken.lightning_internals import average_on_the_device, averaged_models
@@ -295,6 +296,18 @@ def test_every_rank_learns_that_rank_zero_could_not_save(
     if fault is not None:
         assert outcomes[0].startswith("UserError: ")
         assert f"{fault}. The run has stopped; nothing was saved." in outcomes[0]
+
+
+@pytest.mark.parametrize(("free", "has_room"), [(79, False), (80, True)])
+def test_a_copy_of_the_weights_takes_no_memory_that_training_may_need(
+    monkeypatch: pytest.MonkeyPatch, free: int, has_room: bool
+) -> None:
+    gpu = torch.device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1000))
+    tensors: Any = [SimpleNamespace(device=gpu, nbytes=30), SimpleNamespace(device=gpu, nbytes=10)]
+    tensors += [torch.zeros(100)]
+    assert has_room_for(tensors, gpu) == has_room
+    assert has_room_for(tensors, torch.device("cpu"))
 
 
 # A copy without .git, as it is sent to a machine with a GPU.

@@ -16,14 +16,14 @@ since. A list of them is what a moment needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import lightning
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.memory import recursive_detach
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from unbroken.parts.declared import plain_state
 from unbroken.parts.users_callbacks import users_callbacks
@@ -53,18 +53,34 @@ def give_back_all(noted: Iterable[Noted], trainer: Trainer) -> None:
 
 
 class SwappedWeights(Noted):
-    """The parameters and buffers of the module, copied on their device. To be given back where the
-    run ends: hooks may have put other memory in their place, such as averaged weights, and this
-    memory is left alone.
+    """The parameters and buffers of the module, copied on their device, or in CPU memory where it
+    has no room. To be given back where the run ends: hooks may have put other memory in their
+    place, such as averaged weights, and this memory is left alone.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         tensors = tensors_of(trainer)
-        self.copies = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        devices = {tensor.device for tensor in tensors}
+        with_room = {device for device in devices if has_room_for(tensors, device)}
+        self.copies: list[tuple[Tensor, Tensor]] = []
+        for tensor in tensors:
+            value = tensor.detach()
+            copy = value.clone() if tensor.device in with_room else value.cpu()
+            self.copies.append((tensor, copy))
 
     def give_back(self, trainer: Trainer) -> None:
         for tensor, value in self.copies:
-            tensor.data = value
+            tensor.data = value.to(tensor.device)
+
+
+def has_room_for(tensors: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether a GPU has, of memory that nobody has taken, twice what a copy of its tensors needs. A
+    run that fits without a copy must fit with one.
+    """
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    return free >= 2 * sum(tensor.nbytes for tensor in tensors if tensor.device == device)
 
 
 class WeightValues(Noted):
