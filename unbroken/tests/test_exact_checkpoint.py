@@ -150,6 +150,27 @@ def test_a_finished_training_that_is_started_again_leaves_the_same_weights(
     assert differences(saved, checkpoint(Path("run/last.ckpt")), "last.ckpt") == []
 
 
+class EndsAtItsStart(Callback):
+    """Ends a training before its first batch, and notes which hooks are called."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.called.append("start")
+        trainer.should_stop = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.called.append("end")
+
+
+def test_a_resumed_training_that_ends_at_its_start_calls_its_hooks_once(workplace: Path) -> None:
+    fit("run", epochs=1, limit_train_batches=3)
+    ends = EndsAtItsStart()
+    fit("run", ends, epochs=2, limit_train_batches=3)
+    assert ends.called == ["start", "end"]
+
+
 class Normed(Regression):
     """With a batch norm, for which StochasticWeightAveraging adds an epoch."""
 

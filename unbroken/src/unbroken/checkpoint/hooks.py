@@ -159,6 +159,7 @@ class Hooks(Callback):
             return
         engine.following.training_is_over(trainer, engine.ending.group, engine.own_folder.saves)
         engine.saving.training_ends(trainer)
+        engine.restoring.training_ends()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -429,6 +429,10 @@ class Restoring:
         self._resume = None
         lightning_internals.end_restart(trainer)
 
+    def training_ends(self) -> None:
+        """Lightning has called the hooks of a training's end, also where it has done no batch."""
+        self._resume = None
+
     def validation_starts(self, trainer: Trainer) -> None:
         """Give back how many batches validations have read, if Lightning counts anew."""
         lightning_internals.validated_batches(trainer).update(self._batches_validated_before)

@@ -45,7 +45,7 @@ class Objects:
     def unreplaced(self, attributes: Mapping[str, Any]) -> list[str]:
         """The places where attributes hold what training began with."""
         now = fillable_in(attributes)
-        return [place for place, value in now.items() if self._first.get(place) is value]
+        return sorted(place for place, value in now.items() if self._first.get(place) is value)
 
 
 def held_by_several(attributes: Mapping[str, Any]) -> dict[str, str]:
