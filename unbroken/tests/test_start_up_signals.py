@@ -17,10 +17,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from torch.distributed import TCPStore
+from unbroken.stopping import signals
 
 from tests import commands
 from tests.commands import CPU2, SMALL, command, kill_group
@@ -205,3 +207,20 @@ def test_a_signal_at_any_moment_of_the_start_up(
         finally:
             kill_group(process)
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)
+
+
+def test_ranks_end_also_where_a_scripts_own_handler_raises_before_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def leave(number: int, frame: Any) -> None:
+        raise KeyError(number)
+
+    ended: list[str] = []
+    state = signals.State()
+    state.phase = signals.Phase.STARTS
+    state.scripts_handlers = {signal.SIGTERM: leave}
+    monkeypatch.setattr(signals, "state", state)
+    monkeypatch.setattr(signals, "_end_ranks", lambda: ended.append("ranks"))
+    with pytest.raises(KeyError):
+        signals._note(signal.SIGTERM, None)
+    assert ended == ["ranks"]
