@@ -92,7 +92,7 @@ class Best:
         return [f"--mode {self.mode} is taken for {self.monitor}, by its name."]
 
     def compare(self, logged: dict[str, Any], epoch: int) -> bool:
-        """Note a value; returns whether it is the best so far.
+        """Note a value; returns whether it is the best so far. An infinite one never is.
 
         Of equal values the later wins, as it is trained more.
         """
@@ -101,7 +101,7 @@ class Best:
         if self.monitor not in logged:
             return False
         score = float(logged[self.monitor])
-        if math.isnan(score) or not self.is_better(score):
+        if not math.isfinite(score) or not self.is_better(score):
             return False
         self.score = score
         self.epoch = epoch
@@ -149,6 +149,10 @@ class Best:
 class Following(Part):
     """Compares what a training logs with the best so far.
 
+    Lightning keeps the latest value of everything that was ever logged. A value counts once, for
+    the weights that it was measured with: at the end of the validation, or epoch, that has logged
+    it.
+
     Checkpoints hold whether validations log the followed metric: a metric that training logs under
     the same name is then another one.
 
@@ -165,16 +169,25 @@ class Following(Part):
         self.is_new = False
         # None before the first validation.
         self._in_validations: bool | None = None
+        # What was logged before the validation that runs, and before the epoch that runs.
+        self._before_validation: dict[str, Any] = {}
+        self._before_epoch: dict[str, Any] = {}
 
     def take(self, trainer: Trainer) -> bool | None:
         return self._in_validations
 
     def give_back(self, trainer: Trainer, value: bool | None) -> None:
         self._in_validations = value
+        # The values of the checkpoint are back.
+        self._before_epoch = dict(trainer.callback_metrics)
+
+    def validation_starts(self, trainer: Trainer) -> None:
+        """Note what was logged before."""
+        self._before_validation = dict(trainer.callback_metrics)
 
     def validation_is_over(self, trainer: Trainer, group: Any) -> None:
         """Compare what the validation has logged."""
-        logged = logged_by_rank_zero(trainer, group)
+        logged = logged_since(self._before_validation, trainer, group)
         if self.best.compare(logged, trainer.current_epoch):
             self.is_new = True
         self._in_validations = bool(self._in_validations) or self.best.monitor in logged
@@ -189,14 +202,16 @@ class Following(Part):
         if self._in_validations or not best.asked:
             # What is followed comes from validations, or nobody has named it.
             return
-        logged = logged_by_rank_zero(trainer, group)
+        logged = logged_since({}, trainer, group)
         is_typed_without_validation = best.asked == "typed" and not trainer.enable_validation
         must_be_there = self._in_validations is not None or is_typed_without_validation
         if must_be_there and best.monitor not in logged:
             names = ", ".join(sorted(logged))
             raise UserError(f"--monitor must be logged, got {best.monitor}. Logged: {names}.")
+        in_epoch = logged_since(self._before_epoch, trainer, group)
+        self._before_epoch = dict(trainer.callback_metrics)
         # Lightning counts the epoch that has ended already.
-        if best.compare(logged, trainer.current_epoch - 1):
+        if best.compare(in_epoch, trainer.current_epoch - 1):
             self.is_new = True
 
     def training_is_over(self, trainer: Trainer, group: Any, saves: bool) -> None:
@@ -214,12 +229,22 @@ class Following(Part):
             )
 
 
-def logged_by_rank_zero(trainer: Trainer, group: Any) -> dict[str, Any]:
-    """The latest logged values. All ranks get rank zero's: a value that is not shared differs among
-    them, and only together can they save a new best.
+def logged_since(before: dict[str, Any], trainer: Trainer, group: Any) -> dict[str, Any]:
+    """The values that were logged since others were the latest. All ranks get rank zero's: a value
+    that is not shared differs among them, and only together can they save a new best.
+
+    Args:
+        before: The latest values then. Lightning replaces the object of each that is logged again.
+        trainer: Has the latest values now.
+        group: The ranks' group in CPU memory.
     """
+    mine = {
+        name: value
+        for name, value in trainer.callback_metrics.items()
+        if value is not before.get(name)
+    }
     if trainer.world_size == 1:
-        return trainer.callback_metrics
-    mine = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    found: dict[str, Any] = of_all_ranks(mine, group)[0]
+        return mine
+    numbers = {name: float(value) for name, value in mine.items()}
+    found: dict[str, Any] = of_all_ranks(numbers, group)[0]
     return found

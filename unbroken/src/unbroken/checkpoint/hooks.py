@@ -184,6 +184,7 @@ class Hooks(Callback):
             return
         share_buffers(trainer, pl_module, engine.ending.group)
         engine.restoring.validation_starts(trainer)
+        engine.following.validation_starts(trainer)
         engine.validation.starts(trainer)
 
     def on_validation_batch_end(

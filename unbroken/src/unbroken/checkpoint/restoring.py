@@ -9,8 +9,9 @@ In the order in which it happens:
 3. All these hooks are done: :meth:`Restoring.restore` enters the epoch (inside one it calls
    ``on_train_epoch_start`` once more), puts the loaders where training starts, undoes what hooks
    have changed, and gives every part back.
-4. Before the first batch, generators are given once more (:meth:`Restoring.give_generators_again`).
-   After it nothing is left to give back (:meth:`Restoring.batch_ends`).
+4. Before the first batch is fetched, generators are given once more, because samplers may have
+   drawn since (:meth:`Restoring.give_generators_again`). After the batch nothing is left to give
+   back (:meth:`Restoring.batch_ends`).
 
 Why a run that is resumed inside an epoch is the run that was not stopped:
 
@@ -310,7 +311,8 @@ class Restoring:
     def _enter_epoch(self, trainer: Trainer, resume: Resume) -> None:
         """Let Lightning's loops begin where the run was stopped."""
         if resume.place == "epoch":
-            # on_train_epoch_start gives the generators again, before the user's hooks may draw.
+            # Our own on_train_epoch_start (hooks.py) gives the generators again, before the user's
+            # hooks of that name may draw.
             resume.enter_epoch(trainer, lambda: None)
             lightning_internals.end_restart(trainer)
             return

@@ -5,15 +5,17 @@ A run is saved
 - before the next step, where the time or the steps between two saves are over (interval.py; it is
   put off while the save before is being written), where a validation has found a new best, or where
   the run is asked to stop;
-- between two epochs, unless the save before is too recent for what it costs;
+- between two epochs; a state of 16 MiB or more only if the save before is old enough for what it
+  costs (interval.py);
 - inside a validation, where the run is asked to stop: the state is that of the validation's start;
 - after the last epoch.
 
 In the order in which it happens:
 
-1. At the end of a step, and with the question for the next batch, the ranks agree on what any of
-   them asks for: a save, or a stop (:meth:`Saving.batch_ends`, :meth:`Saving.next_batch`). A
-   validation or an epoch's end may find a new best; all ranks find it together.
+1. At the end of an optimizer step, and where ranks ask each other whether all have a next batch,
+   they agree on what any of them asks for: a save, or a stop (:meth:`Saving.batch_ends`,
+   :meth:`Saving.next_batch`). A validation or an epoch's end may find a new best; all ranks find it
+   together.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
    :meth:`Saving.save_and_stop_if_asked` saves it. The step before is done with its logging and its
@@ -120,7 +122,8 @@ class Saving:
         self._chosen = chosen
         self._began = time.monotonic()
         self._last_save = self._began
-        # Optimizer steps at the last moment for a save. The steps to the next are counted from it.
+        # Optimizer steps at the newest moment at which a save could be. The steps to the next are
+        # counted from it.
         self._counted_from = 0
 
     def training_starts(self, trainer: Trainer) -> None:

@@ -76,8 +76,8 @@ class Summary:
         for name in ("metrics", "best_score", "advice", "best_is_sound"):
             del facts[name]
         values: dict[str, Any] = dict(self.metrics)
-        if self.monitor is not None:
-            values.setdefault(self.monitor, self.best_score)
+        if self.monitor is not None and self.best_score is not None:
+            values[self.monitor] = self.best_score
         facts |= beside_facts(vars(self), values)
         return {name: value for name, value in facts.items() if value is not None}
 

@@ -2,7 +2,7 @@
 on any device.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,8 @@ class NotTested(Exception):
 
 
 def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
-    """Metrics of the best weights on the test set; empty where nothing can be tested.
+    """Metrics of the best weights on the test set; empty where nothing can be tested. One whose
+    name the training has logged, too, is called ``test/NAME``.
 
     Args:
         trainer: The Trainer that has trained.
@@ -41,6 +42,7 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
         NotTested: The test set or the best checkpoint allows no test.
     """
     module = config.module
+    logged_before = set(trainer.callback_metrics)
     if lacks_for_test(module, config.datamodule):
         return {}
     if isinstance(trainer.strategy, FSDPStrategy):
@@ -76,7 +78,15 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
         raise NotTested(
             f"{best_path.name} does not fit the module as training has left it ({reason})."
         ) from None
-    return {name: float(value) for metrics in found for name, value in metrics.items()}
+    results = {name: float(value) for metrics in found for name, value in metrics.items()}
+    return {as_test(name, logged_before): value for name, value in results.items()}
+
+
+def as_test(name: str, logged_before: Collection[str]) -> str:
+    """The name of a result of the test. Where a validation has logged one of this name, as a method
+    that is both does, it is no other one's: ``test/NAME``.
+    """
+    return f"test/{name}" if name in logged_before else name
 
 
 @contextmanager

@@ -135,6 +135,8 @@ class EpochLines(Callback):
         self.wants_bar = bar
         self._bar = tqdm(disable=True)  # which shows nothing
         self._began: float | None = None
+        # The values of which the line before has told.
+        self._printed: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.wants_bar and trainer.is_global_zero:
@@ -171,7 +173,10 @@ class EpochLines(Callback):
         self._bar.close()
 
     def _print_epoch(self, trainer: Trainer) -> None:
-        metrics = trainer.callback_metrics
+        latest = trainer.callback_metrics
+        # Lightning keeps the values of earlier epochs. One that is logged again is another object.
+        metrics = {n: value for n, value in latest.items() if value is not self._printed.get(n)}
+        self._printed = dict(latest)
         if not (trainer.is_global_zero and trainer.current_epoch and metrics):
             return
         of = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else ""

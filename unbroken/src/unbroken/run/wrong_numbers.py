@@ -4,6 +4,7 @@ only the last.
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -91,7 +92,8 @@ class WrongNumbers(Callback):
         bad_since = self.bad_weights_since
         if bad_since is not None:
             summary.notes.append(f"weights are not finite numbers since epoch {bad_since + 1}.")
-            if summary.best_epoch is not None and summary.best_epoch >= bad_since:
+            may_be_bad = summary.best_epoch is not None and summary.best_epoch >= bad_since
+            if may_be_bad and not holds_finite_weights(result.folder):
                 summary.best_is_sound = False
                 summary.notes.append("best.ckpt holds such weights: it predicts nothing.")
         if result.stopped_by is None and summary.best_score is None:
@@ -119,6 +121,21 @@ class WrongNumbers(Callback):
         if self.bad_weights_since is None and not _are_finite(module):
             self.bad_weights_since = epoch
             say(f"weights are not finite numbers any more in epoch {epoch + 1}.")
+
+
+def holds_finite_weights(folder: Path | None) -> bool:
+    """Whether the weights in a run's ``best.ckpt`` are finite numbers. Also True where there is
+    none.
+    """
+    path = None if folder is None else folder / "best.ckpt"
+    if path is None or not path.exists():
+        return True
+    weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+    return all(
+        bool(torch.isfinite(each).all())
+        for each in weights.values()
+        if isinstance(each, Tensor) and (each.is_floating_point() or each.is_complex())
+    )
 
 
 def _are_finite(module: LightningModule) -> bool:

@@ -6,14 +6,14 @@ What a signal does depends on the phase in which the process is (:class:`Phase`)
 | phase | from | a signal | a second or later one |
 | --- | --- | --- | --- |
 | IMPORTS | the start of a command | ends the process at once | (it has ended) |
-| STARTS | its imports are done; a script's Trainer sets up | raises Stopped | changes nothing |
+| STARTS | its imports are done, or a script's Trainer sets up | raises Stopped | changes nothing |
 | TRAINS | training, a validation or a test begins | is noted: see ``stop.py`` | changes nothing |
 | SAVED | one rank: the last save is on the disk | raises Stopped | raises Stopped |
 | ENDS | the command is done | ends the process at once | (it has ended) |
 
-``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase:
-the run stops at the next step boundary, and its job is queued again. While a save waits for a disk
-that hangs, no number of signals ends the process; SIGKILL does.
+``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase
+from the Trainer's setup on: the run stops at the next step boundary, and its job is queued again.
+While a save waits for a disk that hangs, no number of signals ends the process; SIGKILL does.
 
 Before training has begun there is nothing to save. In a command, where a library does not let a
 signal through, a thread ends the process 1.5 s later (:func:`watch`). Rank zero first ends the
@@ -328,7 +328,7 @@ def _call_the_scripts(number: int, frame: FrameType | None) -> None:
 def _watch(reading: int) -> None:
     while not state.has_begun:
         number = os.read(reading, 1)[0]
-        if number not in STOP_SIGNALS or state.has_begun:
+        if number not in STOP_SIGNALS or state.has_begun or waits_for_requeue():
             continue
         patience = START_UP_PATIENCE_S
         if is_child():
@@ -348,6 +348,11 @@ def _stop_watching() -> None:
         # In another thread than the main one it cannot be done, and need not.
         with suppress(ValueError):
             signal.set_wakeup_fd(-1)
+
+
+def waits_for_requeue() -> bool:
+    """Whether SLURM's signal came first: the run stops at its first step, to be queued again."""
+    return state.requested not in (0, signal.SIGINT, signal.SIGTERM)
 
 
 def _tell_rank_zero(signum: int) -> bool:

@@ -26,9 +26,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from unbroken.stopping import signals
 from unbroken.stopping.signals import Stopped
 
-# What a rank asks for is 0 (nothing), SAVE_DUE, or to stop: STOP and the signal's number. The ranks
-# take the largest: a stop counts more than a save that is due, and to be queued again, by SLURM's
-# signal, more than a stop.
+# What a rank asks for is 0 (nothing), SAVE_DUE, or to stop: STOP plus the signal's number. The
+# ranks take the largest: a stop counts more than a save that is due, and to be queued again, by
+# SLURM's signal, more than a stop.
 SAVE_DUE = 1
 STOP = 1000
 REQUEUE = 2000

@@ -22,7 +22,7 @@ from unbroken.storage.trouble import Trouble
 from unbroken.storage.usable import newest_whole
 from unbroken.storage.writing_thread import WritingThread
 
-# Bytes of a state. A smaller one is written before a copy and a thread would have begun.
+# Bytes of a state. A smaller one is written faster than a copy is made and a thread started.
 WRITTEN_AT_ONCE = 16 * 2**20
 
 

@@ -81,7 +81,7 @@ class RunningTrial:
         scores = self.scores(rows)
         now = max((row["epoch"] for row in rows), default=0)
         for epoch, score in scores.items():
-            # An epoch may have several values. The last one counts, once the next epoch has begun.
+            # An epoch may have several values. The best counts, once the next epoch has begun.
             is_over = epoch != now or exit_code is not None
             if is_over and epoch not in self.reported:
                 self.trial.report(score, epoch)
@@ -112,9 +112,16 @@ class RunningTrial:
         return [row for row in rows if "epoch" in row]
 
     def scores(self, rows: list[dict[str, float]]) -> dict[int, float]:
-        """The last value of the metric in each epoch that has one, by the epoch's number."""
+        """The best value of the metric in each epoch that has one, by the epoch's number: a run
+        keeps the best of several validations.
+        """
         metric = self.space.metric
-        return {int(row["epoch"]): row[metric] for row in rows if metric in row}
+        values: dict[int, list[float]] = {}
+        for row in rows:
+            if metric in row:
+                values.setdefault(int(row["epoch"]), []).append(row[metric])
+        best = {epoch: self.space.best(several) for epoch, several in values.items()}
+        return {epoch: score for epoch, score in best.items() if score is not None}
 
     def has_trained(self, rows: list[dict[str, float]]) -> bool:
         """Whether only the report is left (and a test that was asked for): no signal should cut it

@@ -1,0 +1,136 @@
+"""A number in a result is of the weights that it stands beside."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer, seed_everything
+from numerals.fit import job
+from unbroken import ExactCheckpoint
+from unbroken.results.facts import Summary
+from unbroken.run.final_test import as_test
+from unbroken.run.wrong_numbers import holds_finite_weights
+
+from tests.commands import SMALL, checkpoint
+from tests.plain_module import Regression
+
+STEPS = 6
+
+
+class Dies(Callback):
+    """Raises after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("died")
+
+
+def fit(make: Any, monitor: str, mode: Any, epochs: int, *further: Callback) -> ExactCheckpoint:
+    """Train, and follow a metric."""
+    seed_everything(7, verbose=False)
+    keep = ExactCheckpoint("run", monitor=monitor, mode=mode, every="5")
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=epochs,
+        limit_train_batches=STEPS,
+        callbacks=[keep, *further],
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(make(), ckpt_path=keep.resume_from)
+    return keep
+
+
+class Dear(Regression):
+    """Measures a dear metric after every third epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", 1.0)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.current_epoch % 3 == 0:
+            self.log("val_fid", 10.0)
+
+
+class InTraining(Regression):
+    """Logs a metric of each epoch's training, which is best in the second epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        value = [3.0, 2.0, 5.0, 4.0][self.current_epoch]
+        self.log("cost", value, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+class Overflows(Regression):
+    """Has an infinite value after its second epoch."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_gain", [1.0, math.inf, 5.0, 3.0][self.current_epoch])
+
+
+CASES = [
+    (Dear, "val_fid", "min", 0, 10.0),
+    (InTraining, "cost", "min", 1, 2.0),
+    (Overflows, "val_gain", "max", 2, 5.0),
+]
+
+
+@pytest.mark.parametrize("killed_at", [None, 2 * STEPS + 3])
+@pytest.mark.parametrize(("make", "monitor", "mode", "epoch", "score"), CASES)
+def test_the_best_is_of_the_weights_that_were_measured(
+    workplace: Path,
+    make: Any,
+    monitor: str,
+    mode: Any,
+    epoch: int,
+    score: float,
+    killed_at: int | None,
+) -> None:
+    epochs = 3 if make is Dear else 4
+    if killed_at is not None:
+        with pytest.raises(RuntimeError, match="died"):
+            fit(make, monitor, mode, epochs, Dies(killed_at))
+    keep = fit(make, monitor, mode, epochs)
+    assert (keep.best.epoch, keep.best.score) == (epoch, score)
+    assert checkpoint(Path("run/best.ckpt"))["global_step"] == (epoch + 1) * STEPS
+
+
+def test_a_result_of_the_test_takes_no_other_ones_place() -> None:
+    logged = {"val_acc", "train_loss"}
+    assert as_test("val_acc", logged) == "test/val_acc"
+    assert as_test("test_acc", logged) == "test_acc"
+    assert as_test("precision", logged) == "precision"
+
+
+def test_the_followed_metric_of_a_summary_is_the_bests() -> None:
+    facts = Summary("r", True, "cpu", "32-true", 1, 10, 2, 20, monitor="val_acc", best_score=0.5)
+    facts.metrics = {"val_acc": 0.9}
+    assert facts.to_plain()["val_acc"] == 0.5
+
+
+def test_the_line_of_an_epoch_shows_what_was_logged_in_it(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--max_epochs", "3", "--check_val_every_n_epoch", "2", "--logger", "false"]
+    assert job.main([*SMALL, *flags, "--run_name", "r"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
+    assert ["val/accuracy" in line for line in lines] == [False, True, False]
+    assert all("train/loss" in line for line in lines)
+
+
+@pytest.mark.parametrize(("weight", "is_sound"), [(1.0, True), (math.nan, False)])
+def test_the_weights_of_the_best_say_whether_it_is_sound(
+    tmp_path: Path, weight: float, is_sound: bool
+) -> None:
+    weights = {"weight": torch.tensor([weight, 1.0]), "count": torch.tensor(3)}
+    torch.save({"state_dict": weights}, tmp_path / "best.ckpt")
+    assert holds_finite_weights(tmp_path) == is_sound
+    assert holds_finite_weights(tmp_path / "elsewhere")
