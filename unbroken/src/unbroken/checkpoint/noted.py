@@ -136,17 +136,20 @@ class OptimizerStates(Noted):
 
 
 class Schedules(Noted):
-    """The states of learning-rate schedules."""
+    """The states of learning-rate schedules. A hook may make one anew, of the same class: then that
+    one gets the state.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.states: list[tuple[Any, Any]] = []
+        self.states: list[tuple[type, Any]] = []
         for config in trainer.lr_scheduler_configs:
             state = deep_copy(plain_state(config.scheduler))
-            self.states.append((config.scheduler, state))
+            self.states.append((type(config.scheduler), state))
 
     def give_back(self, trainer: Trainer) -> None:
-        for scheduler, state in self.states:
-            scheduler.load_state_dict(state)
+        for config, (kind, state) in zip(trainer.lr_scheduler_configs, self.states, strict=False):
+            if type(config.scheduler) is kind:
+                config.scheduler.load_state_dict(state)
 
 
 class CallbackStates(Noted):

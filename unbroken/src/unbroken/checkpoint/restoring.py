@@ -341,6 +341,10 @@ class Restoring:
         resume.give_back(trainer, [part for part in kept.all if part.has_a_file])
         self._compare_data(trainer, resume)
         self._compare_bits(trainer, resume)
+        if resume.place != "epoch":
+            # The hooks of the epoch's start were called again.
+            saved = resume.mine(trainer).get(kept.objects.name, {})
+            self._lines += kept.objects.lines_of_epochs_start(trainer, saved)
 
     def _compare_data(self, trainer: Trainer, resume: Resume) -> None:
         """Say so where data sets hold other samples than at the save."""

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from unbroken.parts.part import Part
 
 # What Lightning asks the Trainer for at each batch, at each epoch, or where it makes loaders again
@@ -21,6 +21,8 @@ OF_THE_TRAINER = (
 OF_EPOCHS = ("max_epochs", "min_epochs")
 OF_STEPS = ("max_steps", "min_steps")
 LIMITS = (*OF_EPOCHS, *OF_STEPS)
+# How Lightning steps a schedule
+OF_SCHEDULES = ("interval", "frequency", "monitor", "strict", "reduce_on_plateau")
 
 
 class Change(NamedTuple):
@@ -80,7 +82,7 @@ class TrainerSettings(Part):
         """Give back how long the training may be: a loop asks before training starts whether
         anything is left.
         """
-        for name, change in changes_in(value).items():
+        for name, change in changes_in(value, trainer).items():
             is_untouched = change.typed == change.begun == self._typed.get(name)
             if name in LIMITS and is_untouched:
                 self._set(trainer, name, change.now)
@@ -108,40 +110,50 @@ class TrainerSettings(Part):
         return changed
 
     def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
-        for name, change in changes_in(value).items():
+        for name, change in changes_in(value, trainer).items():
             if self._begun.get(name) == change.begun:
                 self._set(trainer, name, change.now)
 
     def _set(self, trainer: Trainer, name: str, value: Any) -> None:
         if name == "max_steps":
             value += self.steps_more
-        setattr(loop_of(trainer, name), name, value)
+        owner, attribute = places_of(trainer)[name]
+        setattr(owner, attribute, value)
 
 
-def changes_in(value: dict[str, Any]) -> dict[str, Change]:
-    """What a checkpoint holds, of the settings that are known."""
-    known = (*OF_THE_TRAINER, *LIMITS)
+def changes_in(value: dict[str, Any], trainer: Trainer) -> dict[str, Change]:
+    """What a checkpoint holds, of the settings that there are."""
+    known = places_of(trainer)
     return {name: Change(*each) for name, each in value.items() if name in known}
 
 
 def settings_of(trainer: Trainer) -> dict[str, Any]:
     """The settings as they are now, as plain values."""
     everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    settings = {name: getattr(trainer, name, None) for name in OF_THE_TRAINER}
+    places = places_of(trainer)
     if any(isinstance(callback, GradientAccumulationScheduler) for callback in everyone):
         # It is a function of the epoch.
-        del settings["accumulate_grad_batches"]
-    settings |= {name: getattr(loop_of(trainer, name), name) for name in LIMITS}
-    return {name: plain(value) for name, value in settings.items()}
+        del places["accumulate_grad_batches"]
+    return {
+        name: plain(getattr(owner, attribute, None)) for name, (owner, attribute) in places.items()
+    }
+
+
+def places_of(trainer: Trainer) -> dict[str, tuple[Any, str]]:
+    """Who keeps each setting, and in which attribute."""
+    places: dict[str, tuple[Any, str]] = {name: (trainer, name) for name in OF_THE_TRAINER}
+    places |= {name: (trainer.fit_loop, name) for name in OF_EPOCHS}
+    places |= {name: (trainer.fit_loop.epoch_loop, name) for name in OF_STEPS}
+    for number, config in enumerate(trainer.lr_scheduler_configs):
+        for name in OF_SCHEDULES:
+            places[f"schedules.{number}.{name}"] = (config, name)
+    everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    stopping = [callback for callback in everyone if isinstance(callback, EarlyStopping)]
+    for number, callback in enumerate(stopping):
+        places[f"early_stopping.{number}.patience"] = (callback, "patience")
+    return places
 
 
 def plain(value: Any) -> Any:
     """The text of a choice that Lightning keeps as an Enum, and any other value as it is."""
     return value.value if isinstance(value, Enum) else value
-
-
-def loop_of(trainer: Trainer, name: str) -> Any:
-    """What keeps a setting: one of the loops, or the Trainer itself."""
-    if name in OF_EPOCHS:
-        return trainer.fit_loop
-    return trainer.fit_loop.epoch_loop if name in OF_STEPS else trainer

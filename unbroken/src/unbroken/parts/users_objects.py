@@ -15,6 +15,7 @@ from unbroken.parts.shapes import Shapes
 from unbroken.parts.undeclared.attributes import PlainAttributes, without_halves
 from unbroken.parts.undeclared.modules import HiddenModules
 from unbroken.parts.undeclared.not_kept import NotKept
+from unbroken.parts.ways import Ways
 from unbroken.stopping.ranks import say
 
 
@@ -42,6 +43,7 @@ class UsersObjects(Part):
         self.generators = OwnGenerators()
         self.not_kept = NotKept()
         self.shapes = Shapes()
+        self.ways = Ways()
         # The epoch whose start's hooks are over
         self._epoch: int | None = None
 
@@ -67,6 +69,7 @@ class UsersObjects(Part):
         self.attributes.begin(held)
         self.modules.begin(held, trainer.lightning_module)
         self.not_kept.begin(held)
+        self.ways.begin(trainer, held)
 
     def before_batch(self, trainer: Trainer) -> None:
         """Before an epoch's first batch, note what the hooks of its start have set."""
@@ -83,10 +86,12 @@ class UsersObjects(Part):
         modules = self.modules.take(held, trainer.lightning_module)
         lines = [
             *self.shapes.lines(trainer, held),
+            *self.ways.lines(trainer, held),
             *self.not_kept.lines(held),
             *self.not_kept.lines_of_states(left_out),
         ]
         taken: dict[str, Any] = {"declared": states, "generators": self.generators.take(held)}
+        taken["set_by_epochs"] = self.not_kept.set_by_epochs(held)
         if self.keeps_undeclared:
             attributes = without_halves(held, attributes, self.not_kept.packages)
             taken["attributes"] = attributes
@@ -119,6 +124,13 @@ class UsersObjects(Part):
         # What cannot be loaded yet is loaded later.
         self.declared.give_back(held_by_users(trainer), early, device)
 
+    def lines_of_epochs_start(self, trainer: Trainer, value: Mapping[str, Any]) -> list[str]:
+        """A line for what the hooks of an epoch's start have set to something else than before the
+        save, where nobody keeps it.
+        """
+        held = held_by_users(trainer)
+        return self.not_kept.lines_of_set_by_epochs(held, value.get("set_by_epochs", {}))
+
     def undo(self, trainer: Trainer) -> None:
         """Put back what hooks of an epoch's start have changed, which are called again."""
         self.attributes.undo(held_by_users(trainer), trainer.strategy.root_device)
@@ -144,4 +156,4 @@ class UsersObjects(Part):
         # The generators come last: to give back something else may draw a random number.
         self.generators.give_back(held, value.get("generators", {}))
         if trainer.is_global_zero:
-            say(*self.not_kept.lines_of_states(refused))
+            say(*self.not_kept.lines_of_states(refused), *self.attributes.lines_of_classes())

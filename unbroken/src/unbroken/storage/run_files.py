@@ -167,13 +167,12 @@ class RunFiles:
 
     @contextmanager
     def reading(self, trainer: Trainer, path: Any) -> Iterator[None]:
-        """Inside, a plain Trainer reads a checkpoint of this run as :class:`AtomicCheckpointIO`
-        does, with no copy of the weights in memory. Any other file, and where the user has chosen a
-        CheckpointIO, the Trainer reads in its own way.
+        """Inside, a checkpoint of this run is read as :class:`AtomicCheckpointIO` has written it,
+        with no copy of the weights in memory. The Trainer reads any other file in its own way.
         """
         theirs = trainer.strategy.checkpoint_io
         is_own = Path(path).absolute() in (self.last, self.best)
-        if not is_own or type(theirs) is not TorchCheckpointIO:
+        if not is_own or isinstance(theirs, AtomicCheckpointIO):
             yield
             return
         trainer.strategy.checkpoint_io = self._own_io

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from unbroken.errors import UserError
 from unbroken.parts.held import Held, changeable_of_class, not_kept_of, package_of
-from unbroken.parts.plain_values import DELETED, copied, is_unchanged
+from unbroken.parts.plain_values import DELETED, copied, is_unchanged, name_of
 from unbroken.parts.remade import Remaking
 from unbroken.parts.undeclared.objects import Objects, held_by_several
 
@@ -46,6 +46,8 @@ class PlainAttributes:
         # What it was made without, and has got back early: training had made it.
         self._made_by_training: set[str] = set()
         self._objects = Objects()
+        # Owners of another class than at the save, each with that one.
+        self._of_another_class: dict[str, str] = {}
 
     def give_back_early(
         self,
@@ -63,7 +65,7 @@ class PlainAttributes:
         self._made_by_training |= set(names) - there.keys()
         # One that is another part's, too, comes later.
         filled, _ = read_objects(objects)
-        early = {"filled": filled}
+        early = {"filled": filled, "classes": objects.get("classes", {})}
         self._set(held, {name: value[name] for name in names}, device, early)
 
     def check_begins(self, held: Held) -> None:
@@ -95,8 +97,8 @@ class PlainAttributes:
 
     def objects_of(self, held: Held, changed: Collection[str]) -> dict[str, Any]:
         """Which objects attributes hold: places of those that training began with and has changed;
-        and names of attributes in whose place it has put the object of another one, with that one's
-        name.
+        names of attributes in whose place it has put the object of another one, with that one's
+        name; and the classes of those whose attributes they are.
         """
         attributes = {name: held.attributes[name] for name in changed if name in held.attributes}
         same = {
@@ -104,7 +106,15 @@ class PlainAttributes:
             for name, other in held_by_several(held.attributes).items()
             if self._objects.first(name, None) is not held.attributes[name]
         }
-        return {"filled": self._objects.unreplaced(attributes), "same": same}
+        owners = {name.rpartition(".")[0] for name in changed}
+        classes = {
+            path: name_of(type(held.owners[path])) for path in sorted(owners & held.owners.keys())
+        }
+        return {
+            "filled": self._objects.unreplaced(attributes),
+            "same": same,
+            "classes": classes,
+        }
 
     @staticmethod
     def _changed(held: Held, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,11 +174,16 @@ class PlainAttributes:
         objects: Mapping[str, Any],
     ) -> None:
         filled, same = read_objects(objects)
+        classes = objects.get("classes", {})
         remaking = Remaking(device, filled)
         for name, saved in values.items():
             path, _, attribute = name.rpartition(".")
             owner = held.owners.get(path)
             if owner is None or not may_be_set(owner, attribute):
+                continue
+            if classes.get(path, name_of(type(owner))) != name_of(type(owner)):
+                # It may have no use for such an attribute, or another one.
+                self._of_another_class[path] = classes[path]
                 continue
             attributes = vars(owner)
             if type(saved) is dict and saved.keys() == {DELETED}:
@@ -190,6 +205,16 @@ class PlainAttributes:
             if name not in filled and is_known:
                 self._share(held, name, other)
 
+    def lines_of_classes(self) -> list[str]:
+        """A line for each owner that has not got its attributes back. Each is told once."""
+        told = self._of_another_class
+        self._of_another_class = {}
+        return [
+            f"the resume is not exact: {path} was of the class {kind} at the save, and is of"
+            " another one now. Its attributes stay as they are."
+            for path, kind in told.items()
+        ]
+
     @staticmethod
     def _share(held: Held, name: str, other: str) -> None:
         """Let an attribute hold the object of another one."""
@@ -207,6 +232,7 @@ def read_objects(objects: Mapping[str, Any]) -> tuple[set[str], dict[str, str]]:
     and attributes that hold those of others.
     """
     try:
+        dict(objects.get("classes", {}))
         return set(objects.get("filled", ())), dict(objects.get("same", {}))
     except DAMAGED:
         raise damaged("the list of what attributes share") from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from unbroken.holding.walk import ROWS
 from unbroken.lightning_internals import version_of
 from unbroken.parts.held import OF_MODULES, Held, Identity, Length, Unkept, is_iterator
 from unbroken.parts.plain_values import copied, is_single
+from unbroken.tensors.same_values import is_same
 
 # Python's clocks, and what they said when this process began.
 CLOCKS = {clock: clock() for clock in (time.time, time.monotonic, time.perf_counter)}
@@ -35,10 +36,13 @@ class NotKept:
         self._begun_with: set[str] = set()
         # The packages that something told is of.
         self.packages: set[str] = set()
+        # The evidence of the training's start.
+        self._first: dict[str, Any] = {}
 
     def begin(self, held: Held) -> None:
         """Note what there is when training starts."""
         self._fresh = {name: evidence_of(each.value) for name, each in held.unkept.items()}
+        self._first = dict(self._fresh)
         self._there = made_by_users(held)
 
     def epoch_begins(self, held: Held) -> None:
@@ -76,6 +80,36 @@ class NotKept:
                 " nothing to give its state to. Make it in the constructor, or in"
                 " on_load_checkpoint."
             )
+        return found
+
+    def set_by_epochs(self, held: Held) -> dict[str, Any]:
+        """Copies of numbers and texts that the starts of epochs have changed and nothing else has.
+
+        No line tells of them, because a resumed run sets them, too. Whether it sets them alike is
+        seen there.
+        """
+        found: dict[str, Any] = {}
+        for name, each in held.unkept.items():
+            if each.told.since != "epoch" or not is_single(each.value):
+                continue
+            now = evidence_of(each.value)
+            is_set_then = self._fresh.get(name, now) == now and self._first.get(name, now) != now
+            if is_set_then and not (isinstance(each.value, float) and is_of_a_clock(each.value)):
+                found[name] = copied(each.value)
+        return found
+
+    def lines_of_set_by_epochs(self, held: Held, saved: Mapping[str, Any]) -> list[str]:
+        """A line for each of these that this start's hooks have set to something else."""
+        found: list[str] = []
+        for name, value in saved.items():
+            each = held.unkept.get(name)
+            is_another = each is not None and not is_same(copied(each.value), value)
+            if each is not None and is_another and name not in self._told:
+                self._told.add(name)
+                found.append(
+                    f"the resume is not exact: {name} was {value} at the save and is {each.value}"
+                    f" now, and a checkpoint does not hold it. {each.told.advice}"
+                )
         return found
 
     def lines_of_changed(self, names: Iterator[str] | list[str]) -> list[str]:
