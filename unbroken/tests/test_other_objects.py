@@ -168,7 +168,7 @@ class Leaves(Callback):
     [
         (OtherLayer, [], "Identity in the place of Dropout at module.net.1"),
         (OtherFunction, [], "l1_loss in the place of mse_loss at module.measure"),
-        (Hooked, [], "1 in the place of 0 at the hooks of module.net.0"),
+        (Hooked, [], "the number of hooks of module.net.0 from 0 to 1"),
         (Task, [Leaves], "has changed the callbacks from Kills Leaves to Kills"),
     ],
 )
