@@ -427,9 +427,10 @@ def assert_same_run(one: Path, other: Path, ignores: tuple[str, ...] = ()) -> No
 
 def without_measured(state: dict[str, Any]) -> dict[str, Any]:
     """A checkpoint's state without the time and memory that monitors measured in its run."""
-    logged = state["callback_metrics"]
+    measured = ("throughput/", "memory/")
     kept = {
-        name: x for name, x in logged.items() if not name.startswith(("throughput/", "memory/"))
+        part: {name: x for name, x in state[part].items() if not name.startswith(measured)}
+        for part in ("callback_metrics", "logged_metrics", "progress_bar_metrics")
     }
     # The outline is a hash of all the rest, also of those names.
     others = {name: x for name, x in state.items() if name != "outline"}
@@ -437,7 +438,7 @@ def without_measured(state: dict[str, Any]) -> dict[str, Any]:
         inside = others["inside_epoch"]
         inside["state"] = without_measured(inside["state"])
         inside["entries"]["callbacks"].pop("RunTimer", None)
-    return others | {"callback_metrics": kept}
+    return others | kept
 
 
 def differences_in_training(ours: Any, theirs: Any, name: str) -> list[str]:

@@ -82,6 +82,18 @@ class MorePatient(Task):
             stopping.patience = 2
 
 
+class Reads(Task):
+    """Weighs its loss by what was logged last."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found: list[Any] = [self.trainer.logged_metrics, self.trainer.progress_bar_metrics]
+        weights = [1 + float(each.get("val_loss", 0.0)) for each in found]
+        return super().training_step(batch, batch_idx) * sum(weights)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", float(self.current_epoch), prog_bar=True)
+
+
 class OwnFormat(TorchCheckpointIO):
     """Reads what it has written alone."""
 
@@ -122,7 +134,7 @@ def stopping() -> Callback:
     return EarlyStopping("val_loss", patience=1, mode="min")
 
 
-@pytest.mark.parametrize("make", [NewSchedule, LessOften, MorePatient])
+@pytest.mark.parametrize("make", [NewSchedule, LessOften, MorePatient, Reads])
 def test_what_training_sets_anew_comes_back(make: Any, tmp_path: Path) -> None:
     more = [stopping] if make is MorePatient else []
     undisturbed = trained(tmp_path / "undisturbed", make, more=more)

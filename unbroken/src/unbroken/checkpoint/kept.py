@@ -15,7 +15,14 @@ from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import BatchSizes, DataSets, LoaderPositions
 from unbroken.parts.loops import EarlyStop, SavePoint, ValidatedBatches, WasValidated
-from unbroken.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
+from unbroken.parts.metrics import (
+    CallbackMetrics,
+    LoggedMetrics,
+    LoggedSums,
+    MetricStates,
+    ModuleSums,
+    ProgressBarMetrics,
+)
 from unbroken.parts.module import (
     EvalModes,
     FrozenParameters,
@@ -68,6 +75,8 @@ class KeptParts:
             MetricStates(),
             LoggedSums(),
             CallbackMetrics(),
+            LoggedMetrics(),
+            ProgressBarMetrics(),
             ValidatedBatches(),
             self.was_validated,
             followed,

@@ -180,7 +180,7 @@ class CallbackMetrics(Part):
 
     def take(self, trainer: Trainer) -> dict[str, Tensor]:
         metrics: dict[str, Tensor] = {}
-        for name, value in trainer.callback_metrics.items():
+        for name, value in getattr(trainer, self.name).items():
             metrics[name] = torch.as_tensor(value).detach().cpu()
         return metrics
 
@@ -188,4 +188,16 @@ class CallbackMetrics(Part):
         for name, number in value.items():
             if not isinstance(number, Tensor):
                 raise TypeError(f"the metric {name} is no tensor")
-        trainer.callback_metrics.update(value)
+        getattr(trainer, self.name).update(value)
+
+
+class LoggedMetrics(CallbackMetrics):
+    """The latest value of everything that loggers get. A step may read it."""
+
+    name = "logged_metrics"
+
+
+class ProgressBarMetrics(CallbackMetrics):
+    """The latest value of everything that the progress bar shows."""
+
+    name = "progress_bar_metrics"
