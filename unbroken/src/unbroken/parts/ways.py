@@ -4,13 +4,12 @@ in attributes, and which callbacks take part.
 
 from __future__ import annotations
 
-import functools
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from lightning.pytorch import Trainer
-from unbroken.parts.held import Held, is_foreign_layer, not_kept_of
-from unbroken.parts.plain_values import name_of
+from unbroken.parts.held import Held, not_kept_of
+from unbroken.parts.plain_values import is_users_own
 from unbroken.parts.users_callbacks import users_callbacks
 
 FUNCTIONS = (FunctionType, BuiltinFunctionType)
@@ -27,7 +26,7 @@ class Ways:
     """
 
     def __init__(self) -> None:
-        self._begun: dict[str, str] = {}
+        self._begun: dict[str, Any] = {}
         # How many each layer has that has some.
         self._hooks: dict[str, int] = {}
         self._callbacks: list[str] = []
@@ -41,14 +40,17 @@ class Ways:
     def lines(self, trainer: Trainer, held: Held) -> list[str]:
         """A line for each that is another one now. Each is told once."""
         found: list[str] = []
-        for name, now in ways_of(held).items():
+        ways = ways_of(held)
+        # At most saves nothing has changed.
+        changed = ways.items() - self._begun.items() if ways != self._begun else ()
+        for name, now in sorted(changed, key=lambda each: each[0]):
             before = self._begun.get(name) or function_of_class(held, name)
-            if before not in (None, now):
-                self._begun[name] = now
+            if before is not None and title_of(before) != title_of(now):
                 found.append(
-                    f"a resume may not be exact: training has put {now} in the place of {before} at"
-                    f" {name}. {AGAIN}"
+                    f"a resume may not be exact: training has put {title_of(now)} in the place of"
+                    f" {title_of(before)} at {name}. {AGAIN}"
                 )
+        self._begun |= ways
         hooks = hooks_of(held)
         for name in sorted(hooks.keys() | self._hooks.keys()):
             count = hooks.get(name, 0)
@@ -70,35 +72,30 @@ class Ways:
         return found
 
 
-def ways_of(held: Held) -> dict[str, str]:
-    """The class of each layer and object, and the name of each function in an attribute of the
-    user's own.
-    """
-    kinds: dict[str, Any] = {path: type(layer) for path, layer in held.layers.items()}
-    found = {path: class_named(kind) for path, kind in kinds.items()}
+def ways_of(held: Held) -> dict[str, Any]:
+    """The class of each layer and object, and each function in an attribute of the user's own."""
+    found: dict[str, Any] = {path: type(layer) for path, layer in held.layers.items()}
     for path, owner in held.owners.items():
-        if is_foreign_layer(owner):
+        if path in held.layers and not is_users_own(type(owner)):
             continue
-        kind: Any = type(owner)
-        found[path] = class_named(kind)
+        found[path] = type(owner)
         not_kept = not_kept_of(owner)
         for name, value in vars(owner).items():
             if isinstance(value, FUNCTIONS) and name not in not_kept:
-                found[f"{path}.{name}"] = value.__qualname__
+                found[f"{path}.{name}"] = value
     return found
 
 
-def function_of_class(held: Held, name: str) -> str | None:
-    """The function of a class that an attribute hides, by its name; None: it hides none."""
+def function_of_class(held: Held, name: str) -> Any:
+    """The function of a class that an attribute hides; None: it hides none."""
     path, _, attribute = name.rpartition(".")
     found = getattr(type(held.owners.get(path)), attribute, None)
-    return found.__qualname__ if isinstance(found, FUNCTIONS) else None
+    return found if isinstance(found, FUNCTIONS) else None
 
 
-@functools.cache
-def class_named(kind: Any) -> str:
-    """The name of a class. A lazy layer has another one from its first batch on."""
-    return name_of(getattr(kind, "cls_to_become", None) or kind).partition(":")[2]
+def title_of(way: Any) -> str:
+    """The name of a class or function. A lazy layer has another class from its first batch on."""
+    return str((getattr(way, "cls_to_become", None) or way).__qualname__)
 
 
 def hooks_of(held: Held) -> dict[str, int]:
