@@ -67,7 +67,8 @@ class KeptParts:
         self._loading = loading
         self._positions = LoaderPositions(loading)
         self.data_sets = DataSets(loading)
-        # In the order in which they are taken and given back.
+        # In the order in which they are taken, and given back: first those in memory, then those
+        # with files (restoring.py).
         self.all: list[Part] = [
             # A module's own sums come first: to ask for them may add uncounted batches to its
             # metrics.
@@ -96,7 +97,8 @@ class KeptParts:
             self.chain,
             self.bits_in_memory,
             *further,
-            # The generators come last: to give back another part may draw a random number.
+            # The generators come last of those in memory: to give back another part may draw a
+            # random number.
             RandomGenerators(),
         ]
 

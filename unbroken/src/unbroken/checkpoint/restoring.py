@@ -6,9 +6,9 @@ In the order in which it happens:
    its loaders is set, since most of them are made after this.
 2. The user's hooks of the start act, as in a new run. What they change is noted before
    (:meth:`Restoring.fit_starts`, :meth:`Restoring.training_starts`).
-3. All these hooks are done: :meth:`Restoring.restore` enters the epoch (inside one it calls
-   ``on_train_epoch_start`` once more), puts the loaders where training starts, undoes what hooks
-   have changed, and gives every part back.
+3. All these hooks are done: :meth:`Restoring.restore` enters the epoch (inside one it gives the
+   generators back and calls ``on_train_epoch_start`` once more), puts the loaders where training
+   starts, undoes what hooks have changed, and gives every part back.
 4. Before the first batch is fetched, generators are given once more, because samplers may have
    drawn since (:meth:`Restoring.give_generators_again`). After the batch nothing is left to give
    back (:meth:`Restoring.batch_ends`).
@@ -17,8 +17,8 @@ Why a run that is resumed inside an epoch is the run that was not stopped:
 
 - It gets the same batches, with the same random numbers in them, by its seed and the number of
   batches that each loader has given. ``loading/__init__.py`` says how.
-- The loops begin with the next batch. A checkpoint's counters say of everything that it is done or
-  not begun (``clean_counters`` in parts/loops.py).
+- The loops begin with the next batch. A checkpoint's counters never show a batch as half done: each
+  is either finished or not begun (``clean_counters`` in parts/loops.py).
 - What steps and hooks have changed since the start is in the checkpoint: in Lightning's own
   entries, or in a part (kept.py has the list). Generators of random numbers come last of the parts
   in memory, since giving back another one may draw. Parts with files follow, and draw nothing.
@@ -285,7 +285,8 @@ class Restoring:
         self._before_hooks = [OptimizerStates(trainer), Schedules(trainer), *self._before_hooks]
 
     def _note_loaded(self, trainer: Trainer) -> None:
-        # What a module or callback counts and loads itself comes last: a hook may count it.
+        # What a module or callback saves and loads by hooks of its own comes last: to give back the
+        # others may call code that counts it.
         kinds = (WeightValues, CallbackStates, DataState, ExtraStates, OwnEntries)
         self._before_hooks = [kind(trainer) for kind in kinds]
 

@@ -148,7 +148,9 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
             except NotTested as error:
                 result.summary.notes.append(f"not tested: {error}")
         is_tested = True
-        signals.all_is_saved()  # every step is saved
+        if trainer.world_size == 1:
+            # Every step is saved. Several ranks end together.
+            signals.all_is_saved()
         finish(trainer, result)
         if trainer.is_global_zero:
             # Last: a run with a summary is complete.
