@@ -242,8 +242,11 @@ class _Look:
         lightnings = [*trainer.optimizers, *schedules, *everyone, *trainer.loggers, data]
         self.named = list(module.named_modules())
         # What Lightning saves itself.
-        self.seen_to = {id(each) for each in (*lightnings, *module.parameters())}
-        self.seen_to |= {id(each) for _, each in self.named}
+        self.seen_to = {id(each) for each in lightnings}
+        for _, part in self.named:
+            self.seen_to.add(id(part))
+            # module.parameters() would go over all layers once more.
+            self.seen_to.update(map(id, vars(part)["_parameters"].values()))
         self.optimizer_states = {id(each.state) for each in trainer.optimizers}
         self.read = _read_by(trainer)
         self.read_by_workers = _read_by_workers_that_stay(trainer)
