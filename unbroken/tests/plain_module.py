@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -46,3 +46,14 @@ class Regression(LightningModule):
 
     def val_dataloader(self) -> DataLoader[Any]:
         return DataLoader(rows(37, 1), 8)
+
+
+class Dies(Callback):
+    """Raises after a step, as a cell that is interrupted by an error does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise RuntimeError("died")

@@ -44,7 +44,7 @@ from tests.commands import (
     start,
     wait_for,
 )
-from tests.plain_module import Regression, rows
+from tests.plain_module import Dies, Regression, rows
 
 SCRIPT = [sys.executable, "-m", "tests.plain_script"]
 
@@ -185,17 +185,6 @@ def test_a_training_that_averaged_batch_norms_have_ended_is_started_again(workpl
         average = StochasticWeightAveraging(0.01, swa_epoch_start=1)
         fit("run", average, make=Normed, limit_train_batches=6)
     assert checkpoint(Path("run/last.ckpt"))["epoch"] == 3
-
-
-class Dies(Callback):
-    """Raises after a step, as a cell that is interrupted by an error does."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            raise RuntimeError("died")
 
 
 class AsksToStop(Callback):
@@ -865,7 +854,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from torch.utils.data import DataLoader, Dataset
 from unbroken import ExactCheckpoint
-from tests.plain_module import Regression, rows
+from tests.plain_module import Dies, Regression, rows
 
 
 class Numbered(Dataset):

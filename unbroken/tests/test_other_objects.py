@@ -113,8 +113,13 @@ class Kills(Callback):
 
 
 def trained(
-    folder: Path, make: Callable[[], Task], killed_at: int | None = None, more: Any = ()
+    folder: Path,
+    make: Callable[[], Task],
+    killed_at: int | None = None,
+    more: Any = (),
+    plugins: Any = (),
 ) -> Trainer:
+    """Train for three epochs."""
     torch.manual_seed(0)
     keep = ExactCheckpoint(folder, every="1")
     trainer = Trainer(
@@ -124,7 +129,7 @@ def trained(
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[Kills(killed_at), *(each() for each in more), keep],
-        plugins=[OwnFormat()],
+        plugins=[*plugins],
     )
     trainer.fit(make(), ckpt_path=keep.resume_from)
     return trainer
@@ -144,6 +149,14 @@ def test_what_training_sets_anew_comes_back(make: Any, tmp_path: Path) -> None:
     assert resumed.global_step == undisturbed.global_step
     ours, theirs = (each.lightning_module.state_dict() for each in (resumed, undisturbed))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_a_checkpoint_io_of_the_users_does_not_read_what_it_has_not_written(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(Killed):
+        trained(tmp_path, Task, 2 * STEPS - 2, plugins=[OwnFormat()])
+    assert trained(tmp_path, Task, plugins=[OwnFormat()]).global_step == 3 * STEPS
 
 
 class OtherLayer(Task):
@@ -189,9 +202,10 @@ def test_what_a_resumed_run_has_of_its_start_is_told_once(
 ) -> None:
     trained(tmp_path / "undisturbed", make, more=more)
     assert capsys.readouterr().out.count(line) == 1
+    # A resume is not exact, and comes to its end.
     with pytest.raises(Killed):
         trained(tmp_path / "killed", make, 2 * STEPS - 2, more)
-    trained(tmp_path / "killed", make, more=more)
+    assert trained(tmp_path / "killed", make, more=more).global_step == 3 * STEPS
 
 
 class Counts(Callback):

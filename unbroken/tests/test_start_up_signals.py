@@ -224,3 +224,28 @@ def test_ranks_end_also_where_a_scripts_own_handler_raises_before_training(
     with pytest.raises(KeyError):
         signals._note(signal.SIGTERM, None)
     assert ended == ["ranks"]
+
+
+def test_a_signal_behind_slurms_ends_no_process_that_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It stops at its first step, to be queued again."""
+    ended: list[str] = []
+    state = signals.State()
+    monkeypatch.setattr(signals, "state", state)
+    monkeypatch.setattr(signals, "START_UP_PATIENCE_S", 0.0)
+    monkeypatch.setattr(signals, "_end_ranks", lambda: ended.append("ranks"))
+    monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"ended with {code}"))
+    received = iter([bytes([signal.SIGTERM])])
+
+    def read(*_: Any) -> bytes:
+        with contextlib.suppress(StopIteration):
+            return next(received)
+        # Training begins.
+        state.phase = signals.Phase.TRAINS
+        return bytes([signal.SIGTERM])
+
+    monkeypatch.setattr(os, "read", read)
+    state.requested = signal.SIGUSR1
+    signals._watch(0)
+    assert ended == []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,25 +13,18 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from numerals.fit import job
 from unbroken import ExactCheckpoint
+from unbroken.commands.sweep.space import Space
+from unbroken.commands.sweep.trials import RunningTrial
+from unbroken.loggers.wandb import send_result
 from unbroken.results.facts import Summary
+from unbroken.results.run_result import RunResult
 from unbroken.run.final_test import as_test
 from unbroken.run.wrong_numbers import holds_finite_weights
 
 from tests.commands import SMALL, checkpoint
-from tests.plain_module import Regression
+from tests.plain_module import Dies, Regression
 
 STEPS = 6
-
-
-class Dies(Callback):
-    """Raises after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            raise RuntimeError("died")
 
 
 def fit(make: Any, monitor: str, mode: Any, epochs: int, *further: Callback) -> ExactCheckpoint:
@@ -108,6 +103,30 @@ def test_a_result_of_the_test_takes_no_other_ones_place() -> None:
     assert as_test("val_acc", logged) == "test/val_acc"
     assert as_test("test_acc", logged) == "test_acc"
     assert as_test("precision", logged) == "precision"
+
+
+def test_a_trials_value_of_an_epoch_is_its_best() -> None:
+    goal: Any = SimpleNamespace(goal="maximize")
+    space = SimpleNamespace(metric="val_x", best=partial(Space.best, goal))
+    trial: Any = SimpleNamespace(space=space)
+    values = [(0, 9.0), (0, 1.0), (1, math.nan), (1, 2.0), (2, math.inf)]
+    rows = [{"epoch": float(epoch), "val_x": value} for epoch, value in values]
+    assert RunningTrial.scores(trial, rows) == {0: 9.0, 1: 2.0}
+
+
+@pytest.mark.parametrize("is_kept_by_wandb", [False, True])
+def test_wandbs_summary_has_the_best_of_the_metric_that_is_followed(
+    tmp_path: Path, is_kept_by_wandb: bool
+) -> None:
+    facts = Summary("r", False, "cpu", "32-true", 1, 10, 2, 20, monitor="val_acc", best_score=0.5)
+    result = RunResult(facts, config="", stopped_by="SIGTERM")
+    result.series = {"val_acc": [(1, 0.5), (2, 0.4)], "val_loss": [(1, 1.0)]}
+    facts.metrics = {"val_loss": 1.0, "test_acc": 0.6}
+    there: Any = {"val_acc": {"max": 0.5} if is_kept_by_wandb else 0.4}
+    send_result(SimpleNamespace(log=lambda _: None, summary=there), result, tmp_path)
+    assert there["val_acc"] == ({"max": 0.5} if is_kept_by_wandb else 0.5)
+    assert there["test_acc"] == 0.6
+    assert "val_loss" not in there, "W&B has its last value"
 
 
 def test_the_followed_metric_of_a_summary_is_the_bests() -> None:

@@ -6,15 +6,18 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from unbroken import contract
 from unbroken.errors import UserError, require
+from unbroken.parts.metrics import logged_since
 from unbroken.parts.part import Part
 from unbroken.stopping.ranks import of_all_ranks, say
 
+NOTHING: Mapping[str, Any] = {}
 Mode = Literal["min", "max"]
 # Where nobody names a metric, the first of these that is logged is followed.
 DEFAULTS = ("val/accuracy", "val/loss", "val_loss")
@@ -187,7 +190,7 @@ class Following(Part):
 
     def validation_is_over(self, trainer: Trainer, group: Any) -> None:
         """Compare what the validation has logged."""
-        logged = logged_since(self._before_validation, trainer, group)
+        logged = logged_by_rank_zero(trainer, group, self._before_validation)
         if self.best.compare(logged, trainer.current_epoch):
             self.is_new = True
         self._in_validations = bool(self._in_validations) or self.best.monitor in logged
@@ -202,13 +205,13 @@ class Following(Part):
         if self._in_validations or not best.asked:
             # What is followed comes from validations, or nobody has named it.
             return
-        logged = logged_since({}, trainer, group)
+        logged = logged_by_rank_zero(trainer, group)
         is_typed_without_validation = best.asked == "typed" and not trainer.enable_validation
         must_be_there = self._in_validations is not None or is_typed_without_validation
         if must_be_there and best.monitor not in logged:
             names = ", ".join(sorted(logged))
             raise UserError(f"--monitor must be logged, got {best.monitor}. Logged: {names}.")
-        in_epoch = logged_since(self._before_epoch, trainer, group)
+        in_epoch = logged_by_rank_zero(trainer, group, self._before_epoch)
         self._before_epoch = dict(trainer.callback_metrics)
         # Lightning counts the epoch that has ended already.
         if best.compare(in_epoch, trainer.current_epoch - 1):
@@ -229,20 +232,13 @@ class Following(Part):
             )
 
 
-def logged_since(before: dict[str, Any], trainer: Trainer, group: Any) -> dict[str, Any]:
-    """The values that were logged since others were the latest. All ranks get rank zero's: a value
-    that is not shared differs among them, and only together can they save a new best.
-
-    Args:
-        before: The latest values then. Lightning replaces the object of each that is logged again.
-        trainer: Has the latest values now.
-        group: The ranks' group in CPU memory.
+def logged_by_rank_zero(
+    trainer: Trainer, group: Any, before: Mapping[str, Any] = NOTHING
+) -> dict[str, Any]:
+    """What was logged since other values were the latest. All ranks get rank zero's: a value that
+    is not shared differs among them, and only together can they save a new best.
     """
-    mine = {
-        name: value
-        for name, value in trainer.callback_metrics.items()
-        if value is not before.get(name)
-    }
+    mine = logged_since(before, trainer)
     if trainer.world_size == 1:
         return mine
     numbers = {name: float(value) for name, value in mine.items()}

@@ -550,12 +550,13 @@ def send_result(run: Any, result: RunResult, folder: Path) -> None:
     add_memory(pictures, result)
     run.log(pictures)
     facts = result.summary.to_plain()
-    # What was logged over time has its last value there already. Of the metric that is followed the
-    # best counts; where its name was known as the run began, W&B keeps it itself, by max or min.
+    # What was logged over time has its last value there already.
+    new = {name: value for name, value in facts.items() if name not in result.series}
     followed = result.summary.monitor
-    is_best_there = followed is not None and hasattr(run.summary.get(followed), "keys")
-    left_out = result.series.keys() - (set() if is_best_there else {followed})
-    run.summary.update({key: value for key, value in facts.items() if key not in left_out})
+    # Where its name was known as the run began, W&B keeps the best itself, as {"max": ...}.
+    if followed in facts and not hasattr(run.summary.get(followed), "keys"):
+        new[followed] = facts[followed]
+    run.summary.update(new)
     best = folder / "best.ckpt"
     if result.stopped_by is None and best.exists():
         send_checkpoint(run, best, facts)

@@ -1,7 +1,7 @@
 """Sums of metrics that are not finished yet, and values that were logged."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -166,6 +166,14 @@ class LoggedSums(Part):
             else:
                 first = module.get_submodule(how["metric_attribute"])
             lightning_internals.log_again(trainer, key, first, how, parts)
+
+
+def logged_since(before: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """The values that were logged since others were the latest. Lightning keeps those of earlier
+    epochs and validations, and replaces the object of each that is logged again.
+    """
+    latest = trainer.callback_metrics
+    return {name: value for name, value in latest.items() if value is not before.get(name)}
 
 
 class CallbackMetrics(Part):

@@ -248,9 +248,9 @@ def fill(now: Any, made: Any) -> Any:
     # Some cannot be filled: tensors whose numbers share a place, arrays that may only be read.
     with suppress(RuntimeError, ValueError, TypeError, BufferError):
         if isinstance(now, Tensor):
-            return now if is_tensor_filled(now, made) else made
+            return now if fill_tensor(now, made) else made
         if isinstance(now, np.ndarray):
-            return now if is_array_filled(now, made) else made
+            return now if fill_array(now, made) else made
         if kind in ROWS:
             now[:] = made
         elif kind is deque:
@@ -267,8 +267,8 @@ def fill(now: Any, made: Any) -> Any:
     return made
 
 
-def is_tensor_filled(now: Tensor, made: Tensor) -> bool:
-    """Fill a tensor with another one's numbers, unless the two differ in their form."""
+def fill_tensor(now: Tensor, made: Tensor) -> bool:
+    """Fill a tensor with another one's numbers; returns whether the two are of one form."""
     is_alike = now.shape == made.shape and now.dtype == made.dtype and now.device == made.device
     # One that was computed from others belongs to a graph.
     if not is_alike or not now.is_leaf:
@@ -278,7 +278,7 @@ def is_tensor_filled(now: Tensor, made: Tensor) -> bool:
     return True
 
 
-def is_array_filled(now: Any, made: Any) -> bool:
+def fill_array(now: Any, made: Any) -> bool:
     """The same for an array of NumPy's."""
     is_alike = now.shape == made.shape and now.dtype == made.dtype
     if is_alike:

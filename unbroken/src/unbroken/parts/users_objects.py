@@ -11,11 +11,11 @@ from unbroken.parts.declared import DeclaredStates
 from unbroken.parts.generators import OwnGenerators
 from unbroken.parts.held import held_by_users
 from unbroken.parts.part import Part
+from unbroken.parts.replaced import Replaced
 from unbroken.parts.shapes import Shapes
 from unbroken.parts.undeclared.attributes import PlainAttributes, without_halves
 from unbroken.parts.undeclared.modules import HiddenModules
 from unbroken.parts.undeclared.not_kept import NotKept
-from unbroken.parts.ways import Ways
 from unbroken.stopping.ranks import say
 
 
@@ -43,7 +43,7 @@ class UsersObjects(Part):
         self.generators = OwnGenerators()
         self.not_kept = NotKept()
         self.shapes = Shapes()
-        self.ways = Ways()
+        self.replaced = Replaced()
         # The epoch whose start's hooks are over
         self._epoch: int | None = None
 
@@ -69,7 +69,7 @@ class UsersObjects(Part):
         self.attributes.begin(held)
         self.modules.begin(held, trainer.lightning_module)
         self.not_kept.begin(held)
-        self.ways.begin(trainer, held)
+        self.replaced.begin(trainer, held)
 
     def before_batch(self, trainer: Trainer) -> None:
         """Before an epoch's first batch, note what the hooks of its start have set."""
@@ -86,7 +86,7 @@ class UsersObjects(Part):
         modules = self.modules.take(held, trainer.lightning_module)
         lines = [
             *self.shapes.lines(trainer, held),
-            *self.ways.lines(trainer, held),
+            *self.replaced.lines(trainer, held),
             *self.not_kept.lines(held),
             *self.not_kept.lines_of_states(left_out),
         ]
@@ -139,9 +139,7 @@ class UsersObjects(Part):
         """Let everything be as it was when ``value`` was taken, earlier in this training."""
         if self.keeps_undeclared:
             device = trainer.strategy.root_device
-            attributes = value.get("attributes", {})
-            objects = value.get("objects", {})
-            self.attributes.return_to(held_by_users(trainer), attributes, device, objects)
+            self.attributes.return_to_start(held_by_users(trainer), device)
         self.give_back(trainer, value)
 
     def give_back(self, trainer: Trainer, value: Mapping[str, Any]) -> None:

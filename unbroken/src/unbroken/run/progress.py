@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ProgressBar, Timer
 from tqdm import tqdm  # type: ignore[import-untyped]
 from unbroken import contract
 from unbroken.machine.waiting import waiting
+from unbroken.parts.metrics import logged_since
 from unbroken.results.facts import Summary, device_name, parameter_count, training_samples
 from unbroken.results.run_result import RunResult
 from unbroken.stopping.ranks import launched_world, say
@@ -173,10 +174,8 @@ class EpochLines(Callback):
         self._bar.close()
 
     def _print_epoch(self, trainer: Trainer) -> None:
-        latest = trainer.callback_metrics
-        # Lightning keeps the values of earlier epochs. One that is logged again is another object.
-        metrics = {n: value for n, value in latest.items() if value is not self._printed.get(n)}
-        self._printed = dict(latest)
+        metrics = logged_since(self._printed, trainer)
+        self._printed = dict(trainer.callback_metrics)
         if not (trainer.is_global_zero and trainer.current_epoch and metrics):
             return
         of = f"/{trainer.max_epochs}" if (trainer.max_epochs or 0) > 0 else ""

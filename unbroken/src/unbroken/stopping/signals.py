@@ -328,7 +328,8 @@ def _call_the_scripts(number: int, frame: FrameType | None) -> None:
 def _watch(reading: int) -> None:
     while not state.has_begun:
         number = os.read(reading, 1)[0]
-        if number not in STOP_SIGNALS or state.has_begun or waits_for_requeue():
+        # After SLURM's signal the run stops at its first step.
+        if number not in STOP_SIGNALS or state.has_begun or is_requeue(state.requested):
             continue
         patience = START_UP_PATIENCE_S
         if is_child():
@@ -350,9 +351,9 @@ def _stop_watching() -> None:
             signal.set_wakeup_fd(-1)
 
 
-def waits_for_requeue() -> bool:
-    """Whether SLURM's signal came first: the run stops at its first step, to be queued again."""
-    return state.requested not in (0, signal.SIGINT, signal.SIGTERM)
+def is_requeue(signum: int) -> bool:
+    """Whether what a run is asked for, as :attr:`State.requested` has it, is to be queued again."""
+    return signum not in (0, signal.SIGINT, signal.SIGTERM)
 
 
 def _tell_rank_zero(signum: int) -> bool:

@@ -38,8 +38,7 @@ def request_of(signum: int) -> int:
     """What a rank asks for that has got this signal. 0: it has got none."""
     if not signum:
         return 0
-    is_stop = signum in (signal.SIGINT, signal.SIGTERM)
-    return signum + (STOP if is_stop else REQUEUE)
+    return signum + (REQUEUE if signals.is_requeue(signum) else STOP)
 
 
 def request_of_this_rank() -> int:

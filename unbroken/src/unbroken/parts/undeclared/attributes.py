@@ -5,7 +5,7 @@ optimizer, or an object of the user's own keeps as plain attributes.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from unbroken.errors import UserError
@@ -19,6 +19,20 @@ MAKE_LOADERS = ("data.", "module.")
 # What it raises to make a value of what it was not made of.
 DAMAGED = (TypeError, ValueError, AttributeError, ArithmeticError)
 NOTHING_NOTED: Mapping[str, Any] = {}
+
+
+class ObjectsAtSave(NamedTuple):
+    """Which objects attributes held at a save.
+
+    Attributes:
+        filled: Places of those that training had begun with, which are filled.
+        same: Names of attributes that held the object of another one, each with that one's name.
+        classes: The class of each owner of attributes, by the owner's name.
+    """
+
+    filled: Collection[str]
+    same: dict[str, str]
+    classes: dict[str, str]
 
 
 class PlainAttributes:
@@ -63,9 +77,8 @@ class PlainAttributes:
         self._objects.pass_by(names)
         self._made_with |= copied(there)
         self._made_by_training |= set(names) - there.keys()
-        # One that is another part's, too, comes later.
-        filled, _ = read_objects(objects)
-        early = {"filled": filled, "classes": objects.get("classes", {})}
+        # What another attribute holds may come later.
+        early = read_objects(objects)._replace(same={})
         self._set(held, {name: value[name] for name in names}, device, early)
 
     def check_begins(self, held: Held) -> None:
@@ -133,21 +146,14 @@ class PlainAttributes:
         plain = held.attributes.keys() - self._made_with.keys()
         self._return(held, plain, device)
 
-    def return_to(
-        self,
-        held: Held,
-        value: Mapping[str, Any],
-        device: torch.device,
-        objects: Mapping[str, Any] = NOTHING_NOTED,
-    ) -> None:
-        """Let every attribute be as it was when ``value`` was taken in this training."""
+    def return_to_start(self, held: Held, device: torch.device) -> None:
+        """Let every attribute be what it was when training began."""
         self._return(held, held.attributes.keys(), device)
-        self._set(held, value, device, objects)
 
     def _return(self, held: Held, names: Collection[str], device: torch.device) -> None:
         """Let attributes be what they were when training began, and the same objects."""
         fresh = {name: before for name, before in self.fresh.items() if name in names}
-        self._set(held, fresh, device, {"filled": self._objects.places})
+        self._set(held, fresh, device, ObjectsAtSave(self._objects.places, {}, {}))
 
     def give_back(
         self,
@@ -164,17 +170,12 @@ class PlainAttributes:
             device: The accelerator.
             objects: What :meth:`objects_of` has returned.
         """
-        self._set(held, value, device, objects)
+        self._set(held, value, device, read_objects(objects))
 
     def _set(
-        self,
-        held: Held,
-        values: Mapping[str, Any],
-        device: torch.device,
-        objects: Mapping[str, Any],
+        self, held: Held, values: Mapping[str, Any], device: torch.device, objects: ObjectsAtSave
     ) -> None:
-        filled, same = read_objects(objects)
-        classes = objects.get("classes", {})
+        filled, same, classes = objects
         remaking = Remaking(device, filled)
         for name, saved in values.items():
             path, _, attribute = name.rpartition(".")
@@ -185,25 +186,33 @@ class PlainAttributes:
                 # It may have no use for such an attribute, or another one.
                 self._of_another_class[path] = classes[path]
                 continue
-            attributes = vars(owner)
             if type(saved) is dict and saved.keys() == {DELETED}:
-                attributes.pop(attribute, None)
-                continue
-            of_class = changeable_of_class(owner).get(attribute)
-            now = attributes.get(attribute, of_class)
-            if name in filled:
-                # A hook of the start may have put another one in its place.
-                now = self._objects.first(name, now)
-            try:
-                made = remaking.like(now, copied(saved), name)
-            except DAMAGED:
-                raise damaged(f"the attribute {name}") from None
-            if of_class is None or made is not of_class:
-                attributes[attribute] = made
+                vars(owner).pop(attribute, None)
+            else:
+                self._set_one(owner, attribute, name, saved, remaking)
         for name, other in same.items():
             is_known = other in held.attributes or other in values
             if name not in filled and is_known:
                 self._share(held, name, other)
+
+    def _set_one(
+        self, owner: Any, attribute: str, name: str, saved: Any, remaking: Remaking
+    ) -> None:
+        attributes = vars(owner)
+        of_class = None
+        if attribute not in attributes:
+            of_class = changeable_of_class(owner).get(attribute)
+        now = attributes.get(attribute, of_class)
+        if name in remaking.filled:
+            # A hook of the start may have put another one in its place.
+            now = self._objects.first(name, now)
+        try:
+            made = remaking.like(now, copied(saved), name)
+        except DAMAGED:
+            raise damaged(f"the attribute {name}") from None
+        # What was filled in the class stays there.
+        if of_class is None or made is not of_class:
+            attributes[attribute] = made
 
     def lines_of_classes(self) -> list[str]:
         """A line for each owner that has not got its attributes back. Each is told once."""
@@ -227,13 +236,14 @@ class PlainAttributes:
             vars(owner)[attribute] = vars(its_owner)[its_attribute]
 
 
-def read_objects(objects: Mapping[str, Any]) -> tuple[set[str], dict[str, str]]:
-    """What :meth:`PlainAttributes.objects_of` has returned: the places of objects that are filled,
-    and attributes that hold those of others.
-    """
+def read_objects(objects: Mapping[str, Any]) -> ObjectsAtSave:
+    """What :meth:`PlainAttributes.objects_of` has returned, as a checkpoint has it."""
     try:
-        dict(objects.get("classes", {}))
-        return set(objects.get("filled", ())), dict(objects.get("same", {}))
+        return ObjectsAtSave(
+            set(objects.get("filled", ())),
+            dict(objects.get("same", {})),
+            dict(objects.get("classes", {})),
+        )
     except DAMAGED:
         raise damaged("the list of what attributes share") from None
 

@@ -20,37 +20,37 @@ AGAIN = (
 )
 
 
-class Ways:
+class Replaced:
     """Tells where training puts another object, or function, in the place of one of the start. A
     checkpoint holds the values of objects, and not which ones they are.
     """
 
     def __init__(self) -> None:
-        self._begun: dict[str, Any] = {}
+        self._of_start: dict[str, Any] = {}
         # How many each layer has that has some.
         self._hooks: dict[str, int] = {}
         self._callbacks: list[str] = []
 
     def begin(self, trainer: Trainer, held: Held) -> None:
         """Note what there is when training starts, after all hooks of the start."""
-        self._begun = ways_of(held)
+        self._of_start = classes_and_functions(held)
         self._hooks = hooks_of(held)
         self._callbacks = names_of_callbacks(trainer)
 
     def lines(self, trainer: Trainer, held: Held) -> list[str]:
         """A line for each that is another one now. Each is told once."""
         found: list[str] = []
-        ways = ways_of(held)
+        of_now = classes_and_functions(held)
         # At most saves nothing has changed.
-        changed = ways.items() - self._begun.items() if ways != self._begun else ()
+        changed = of_now.items() - self._of_start.items() if of_now != self._of_start else ()
         for name, now in sorted(changed, key=lambda each: each[0]):
-            before = self._begun.get(name) or function_of_class(held, name)
+            before = self._of_start.get(name) or function_of_class(held, name)
             if before is not None and title_of(before) != title_of(now):
                 found.append(
                     f"a resume may not be exact: training has put {title_of(now)} in the place of"
                     f" {title_of(before)} at {name}. {AGAIN}"
                 )
-        self._begun |= ways
+        self._of_start |= of_now
         hooks = hooks_of(held)
         for name in sorted(hooks.keys() | self._hooks.keys()):
             count = hooks.get(name, 0)
@@ -72,7 +72,7 @@ class Ways:
         return found
 
 
-def ways_of(held: Held) -> dict[str, Any]:
+def classes_and_functions(held: Held) -> dict[str, Any]:
     """The class of each layer and object, and each function in an attribute of the user's own."""
     found: dict[str, Any] = {path: type(layer) for path, layer in held.layers.items()}
     for path, owner in held.owners.items():
@@ -93,9 +93,9 @@ def function_of_class(held: Held, name: str) -> Any:
     return found if isinstance(found, FUNCTIONS) else None
 
 
-def title_of(way: Any) -> str:
+def title_of(kind: Any) -> str:
     """The name of a class or function. A lazy layer has another class from its first batch on."""
-    return str((getattr(way, "cls_to_become", None) or way).__qualname__)
+    return str((getattr(kind, "cls_to_become", None) or kind).__qualname__)
 
 
 def hooks_of(held: Held) -> dict[str, int]:
