@@ -128,10 +128,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def variants_of(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
-    """The variants of each test that is marked ``daily``, by the name of its function."""
+    """The variants of each test that is marked ``daily``, by the name of its function; those that
+    are nightly already are not counted.
+    """
     found: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("daily"):
+        if item.get_closest_marker("daily") and not item.get_closest_marker("nightly"):
             found.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return found
 

@@ -86,7 +86,7 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     own = MetricRows(SimpleNamespace())  # type: ignore[arg-type]
     parts = KeptParts(ExactLoading(0), Following(Best()), [own], undeclared=True).all
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 26
+    assert len(names) == len(set(names)) == 27
     assert isinstance(parts[-1], RandomGenerators)
 
 

@@ -103,11 +103,14 @@ def found_differences(one: Path, other: Path, situation: Situation) -> list[str]
         for state in (a["run"]["state"], b["run"]["state"]):
             # A hash of all the rest, and of the order in which values were logged.
             del state["outline"]
-            # Only those that a process has changed are kept. The values are compared at the end.
+            # Only attributes that a process has changed are kept, and which objects these hold.
+            # The values are compared at the end.
             for mine in state["ranks"]:
                 del mine["objects"]["attributes"]
+                del mine["objects"]["objects"]
                 # What a start has found, in data that grow
                 del mine["data_sets"]["begun"]
+                del mine["validation_samples"]["begun"]
         found += differences(a["run"]["state"], b["run"]["state"], f"{name}:state")
     if situation.ignores:
         found = [line for line in found if not any(name in line for name in situation.ignores)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from numerals.fit import job
+from torch.utils.data import DataLoader, TensorDataset
 from unbroken import ExactCheckpoint
 from unbroken.commands.sweep.space import Space
 from unbroken.commands.sweep.trials import RunningTrial
@@ -27,7 +28,9 @@ from tests.plain_module import Dies, Regression
 STEPS = 6
 
 
-def fit(make: Any, monitor: str, mode: Any, epochs: int, *further: Callback) -> ExactCheckpoint:
+def fit(
+    make: Any, monitor: str, mode: Any, epochs: int, *further: Callback, **flags: Any
+) -> ExactCheckpoint:
     """Train, and follow a metric."""
     seed_everything(7, verbose=False)
     keep = ExactCheckpoint("run", monitor=monitor, mode=mode, every="5")
@@ -39,6 +42,7 @@ def fit(make: Any, monitor: str, mode: Any, epochs: int, *further: Callback) -> 
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **flags,
     )
     trainer.fit(make(), ckpt_path=keep.resume_from)
     return keep
@@ -96,6 +100,62 @@ def test_the_best_is_of_the_weights_that_were_measured(
     keep = fit(make, monitor, mode, epochs)
     assert (keep.best.epoch, keep.best.score) == (epoch, score)
     assert checkpoint(Path("run/best.ckpt"))["global_step"] == (epoch + 1) * STEPS
+
+
+class HeldOut(Regression):
+    """Logs the mean of the numbers that it validates with, and a cost of its training."""
+
+    def __init__(self, *numbers: float) -> None:
+        super().__init__()
+        self.numbers = numbers
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("cost", float(self.current_epoch), on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.tensor(self.numbers)), batch_size=1)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", batch[0].mean())
+
+
+@pytest.mark.parametrize("killed_at", [None, STEPS + 3])
+@pytest.mark.parametrize(
+    ("numbers", "limit", "is_looked_for_anew"),
+    [
+        ((1.0, 5.0), 1, False),
+        ((1.0, 5.0), 1.0, True),
+        ((2.0, 5.0), 1, True),
+        ((1.0, 5.0, 9.0), 1, True),
+    ],
+)
+def test_a_best_of_other_samples_is_no_rival(
+    workplace: Path,
+    capsys: pytest.CaptureFixture[str],
+    numbers: tuple[float, ...],
+    limit: float,
+    is_looked_for_anew: bool,
+    killed_at: int | None,
+) -> None:
+    first = partial(fit, lambda: HeldOut(1.0, 5.0), "val_loss", "min", limit_val_batches=1)
+    if killed_at is None:
+        first(1)
+    else:
+        with pytest.raises(RuntimeError, match="died"):
+            first(2, Dies(killed_at))
+    keep = fit(lambda: HeldOut(*numbers), "val_loss", "min", 2, limit_val_batches=limit)
+    line = "validations read other samples than before, so the best so far (val_loss 1)"
+    assert (line in capsys.readouterr().out) == is_looked_for_anew
+    read = numbers[:1] if limit == 1 and isinstance(limit, int) else numbers
+    assert (keep.best.epoch, keep.best.score) == (1, sum(read) / len(read))
+    assert checkpoint(Path("run/best.ckpt"))["global_step"] == 2 * STEPS
+
+
+def test_a_best_of_training_outlasts_another_validation(workplace: Path) -> None:
+    fit(lambda: HeldOut(1.0, 5.0), "cost", "min", 1, limit_val_batches=1)
+    keep = fit(lambda: HeldOut(2.0, 5.0), "cost", "min", 2, limit_val_batches=1.0)
+    assert (keep.best.epoch, keep.best.score) == (0, 0.0)
 
 
 def test_a_result_of_the_test_takes_no_other_ones_place() -> None:

@@ -184,6 +184,11 @@ class Following(Part):
         # The values of the checkpoint are back.
         self._before_epoch = dict(trainer.callback_metrics)
 
+    @property
+    def is_of_a_validation(self) -> bool:
+        """Whether validations log the followed metric, as far as it is known."""
+        return bool(self._in_validations)
+
     def validation_starts(self, trainer: Trainer) -> None:
         """Note what was logged before."""
         self._before_validation = dict(trainer.callback_metrics)
@@ -193,7 +198,7 @@ class Following(Part):
         logged = logged_by_rank_zero(trainer, group, self._before_validation)
         if self.best.compare(logged, trainer.current_epoch):
             self.is_new = True
-        self._in_validations = bool(self._in_validations) or self.best.monitor in logged
+        self._in_validations = self.is_of_a_validation or self.best.monitor in logged
 
     def epoch_is_over(self, trainer: Trainer, group: Any) -> None:
         """Compare what the training has logged, where no validation logs what is followed.

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from unbroken.checkpoint.following import Following
 from unbroken.checkpoint.snapshot import Snapshot
 from unbroken.loading import ExactLoading
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
-from unbroken.parts.loaders import BatchSizes, DataSets, LoaderPositions
+from unbroken.parts.loaders import BatchSizes, DataSets, LoaderPositions, ValidationSamples
 from unbroken.parts.loops import EarlyStop, SavePoint, ValidatedBatches, WasValidated
 from unbroken.parts.metrics import (
     CallbackMetrics,
@@ -52,10 +53,11 @@ class KeptParts:
     def __init__(
         self,
         loading: ExactLoading,
-        followed: Part,
+        followed: Following,
         further: Sequence[Part],
         undeclared: bool,
     ) -> None:
+        self.followed = followed
         self.chain = Chain()
         self.open_window = OpenWindow()
         self.bits_in_memory = BitsInMemory()
@@ -67,6 +69,7 @@ class KeptParts:
         self._loading = loading
         self._positions = LoaderPositions(loading)
         self.data_sets = DataSets(loading)
+        self.validation_samples = ValidationSamples()
         # In the order in which they are taken, and given back: first those in memory, then those
         # with files (restoring.py).
         self.all: list[Part] = [
@@ -84,6 +87,7 @@ class KeptParts:
             self._positions,
             BatchSizes(self._positions),
             self.data_sets,
+            self.validation_samples,
             self.buffers,
             Gradients(),
             FrozenParameters(),

@@ -298,6 +298,7 @@ class Restoring:
         self._kept.objects.begin(trainer)
         self._kept.settings.begin(trainer)
         self._kept.data_sets.begin()
+        self._kept.validation_samples.begin(trainer)
         if resume is not None:
             self._enter_epoch(trainer, resume)
         if not self._loading.read_early:
@@ -337,6 +338,7 @@ class Restoring:
             self._lines.append(other_batches)
         resume.give_back(trainer, [part for part in kept.all if not part.has_a_file])
         self._batches_validated_before = dict(lightning_internals.validated_batches(trainer))
+        self._forget_best_of_other_samples(trainer, resume)
         # Files are changed last: what cannot be restored is refused before.
         self._set_aside_unusable_best(trainer)
         resume.give_back(trainer, [part for part in kept.all if part.has_a_file])
@@ -385,6 +387,23 @@ class Restoring:
             self._lines.append(earlier)
         for part in self._kept.all:
             part.start_anew()
+
+    def _forget_best_of_other_samples(self, trainer: Trainer, resume: Resume) -> None:
+        """Look for the best anew, where validations read other samples than those that it was
+        measured with.
+        """
+        samples = self._kept.validation_samples
+        saved = resume.mine(trainer).get(samples.name)
+        if saved is None or not self._kept.followed.is_of_a_validation:
+            return
+        differs = any(of_all_ranks(samples.differs(saved)))
+        if differs and self._best.score is not None:
+            self._lines.append(
+                "validations read other samples than before, so the best so far"
+                f" ({self._best.monitor} {self._best.score:.6g}) is no rival: the best is looked"
+                " for anew."
+            )
+            self._best.forget()
 
     def _set_aside_unusable_best(self, trainer: Trainer) -> None:
         """Look for the best anew, where ``best.ckpt`` is not what the state says."""

@@ -351,7 +351,8 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """A line per setting that differs, such as ``model.lr: 0.01 → 0.003``."""
     old = flat(before)
     new = flat(after)
-    changed = [name for name in sorted(old | new) if old.get(name) != new.get(name)]
+    # As texts: --limit_val_batches 1 is one batch, and 1.0 all of them.
+    changed = [name for name in sorted(old | new) if repr(old.get(name)) != repr(new.get(name))]
     return [f"{name}: {old.get(name)} → {new.get(name)}" for name in changed]
 
 

@@ -23,6 +23,7 @@ OF_EVERY_MODULE = {*vars(LightningModule()), *vars(LightningDataModule())}
 # Values that hold nothing further, and are found in many places at once.
 LEAVES = (type(None), bool, int, float, complex, str, bytes)
 ROWS = (list, tuple, deque)
+CONTAINERS = (dict, *ROWS)
 # Nothing of the user's is looked for in these.
 FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 CLOSED = (*LEAVES, *FUNCTIONS, Tensor, np.ndarray, Trainer)
@@ -102,6 +103,15 @@ def label(key: Any, place: int) -> str:
     """The name of a dictionary's entry: its key, or its place where the key is an object."""
     is_text = isinstance(key, LEAVES) or type(key) is tuple
     return str(key) if is_text else f"#{place}"
+
+
+def loaders_in(loaders: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The loaders in nested lists and dictionaries, by their names."""
+    if isinstance(loaders, CONTAINERS):
+        for key, each in held_by(loaders):
+            yield from loaders_in(each, f"{name}.{key}".lstrip("."))
+    elif loaders is not None:
+        yield name, loaders
 
 
 def names_of_slots(kind: type) -> list[str]:

@@ -55,7 +55,6 @@ from unbroken.parts.remade import is_fillable
 from unbroken.parts.users_callbacks import NOT_THE_USERS, users_callbacks
 
 OF_EVERY_MODULE = walk.OF_EVERY_MODULE | {"track_running_stats"}
-CONTAINERS = (dict, *walk.ROWS)
 IMMUTABLE = {type(None), *NUMBERS_AND_TEXTS}
 # The packages of objects that belong to the machinery: they change, and no state is lost.
 MACHINERY = (
@@ -170,7 +169,7 @@ OF_MODULES = Told(
 # A package's objects in a callback belong to a tracker, a window or a clock more often than to the
 # training.
 OF_CALLBACKS = Told(
-    (*NUMBERS, Tensor, np.ndarray, Length, *CONTAINERS),
+    (*NUMBERS, Tensor, np.ndarray, Length, *walk.CONTAINERS),
     since="epoch",
     advice="Give it in the callback's state_dict, and take it back in its load_state_dict.",
 )
@@ -307,7 +306,7 @@ class _Look:
             "train_dataloader": trainer.train_dataloader,
             "val_dataloaders": trainer.val_dataloaders,
         }
-        for name, loader in _loaders_in(found):
+        for name, loader in walk.loaders_in(found):
             # The last comes first: a sampler may hold the data set, too.
             parts = ("sampler", "dataset")
             waiting = [(f"{name}.{part}", getattr(loader, part, None)) for part in parts]
@@ -347,7 +346,7 @@ class _Look:
             return self._hidden_module(place)
         if self._is_kept_elsewhere(value):
             return []
-        if isinstance(value, CONTAINERS) and not hasattr(type(value), "load_state_dict"):
+        if isinstance(value, walk.CONTAINERS) and not hasattr(type(value), "load_state_dict"):
             return self._container(place)
         if id(value) in self.read or isinstance(value, Dataset | Sampler | DataLoader):
             return self._part_of_data(place)
@@ -549,7 +548,7 @@ def _read_by(trainer: Trainer) -> set[int]:
         value = waiting.pop()
         if value is None or id(value) in found:
             continue
-        if isinstance(value, CONTAINERS):
+        if isinstance(value, walk.CONTAINERS):
             waiting += value.values() if isinstance(value, dict) else value
             continue
         found.add(id(value))
@@ -576,7 +575,7 @@ def _read_by_workers_that_stay(trainer: Trainer) -> set[int]:
     id.
     """
     found: set[int] = set()
-    for _, loader in _loaders_in([trainer.train_dataloader, trainer.val_dataloaders]):
+    for _, loader in walk.loaders_in([trainer.train_dataloader, trainer.val_dataloaders]):
         stays = getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0)
         waiting = [getattr(loader, "dataset", None)] if stays else []
         while waiting:
@@ -597,15 +596,6 @@ def is_without_a_state(value: Any) -> bool:
 def is_asked_by_key(value: Any) -> bool:
     """Whether a value is a data set whose state nobody keeps."""
     return isinstance(value, Dataset) and not is_stream(value) and not has_state(value)
-
-
-def _loaders_in(loaders: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The loaders in nested lists and dictionaries, by their names."""
-    if isinstance(loaders, CONTAINERS):
-        for key, each in walk.held_by(loaders):
-            yield from _loaders_in(each, f"{name}.{key}".lstrip("."))
-    elif loaders is not None:
-        yield name, loaders
 
 
 def declares_state(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning.pytorch import Trainer
+from unbroken.holding.walk import loaders_in
 from unbroken.loading import ExactLoading
 from unbroken.loading.held_data import outline_of_samples
 from unbroken.parts.part import Note
@@ -83,3 +84,40 @@ class DataSets(Note):
 
     def _look(self) -> list[Any]:
         return [outline_of_samples(passes.loader) for passes in self.loading.training]
+
+
+class ValidationSamples(Note):
+    """Which samples a validation reads: the Trainer's limit, and what the data sets hold, as
+    training began and now.
+
+    A metric that was measured with other samples is no rival of one that is measured from here:
+    :meth:`differs` tells.
+    """
+
+    name = "validation_samples"
+    changes_in_validation = False
+
+    def __init__(self) -> None:
+        self._begun: list[Any] = []
+
+    def begin(self, trainer: Trainer) -> None:
+        """Note what is there as training starts."""
+        self._begun = self._look(trainer)
+
+    def take(self, trainer: Trainer) -> dict[str, Any]:
+        return {"begun": self._begun, "now": self._look(trainer)}
+
+    def differs(self, saved: dict[str, Any]) -> bool:
+        """Whether validations read other samples than at the save, and than at the start before
+        it: where training changes them, a resumed run begins with those that it began with then.
+        """
+        return self._begun not in (saved["begun"], saved["now"])
+
+    def _look(self, trainer: Trainer) -> list[Any]:
+        # 1 is one batch, and 1.0 all of them.
+        limit = repr(trainer.limit_val_batches)
+        if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            # The data sets of the next epoch may be others by intent.
+            return [limit]
+        loaders = loaders_in(trainer.val_dataloaders)
+        return [limit, *(outline_of_samples(loader) for _, loader in loaders)]
