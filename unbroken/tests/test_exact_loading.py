@@ -1074,7 +1074,9 @@ def read_as_one_of_two_ranks(
     agreement = Agreement(2)
     loading = ExactLoading(seed=0)
     request = request_of(signal.SIGTERM) if rank == 1 else 0
-    loading.shares.next_batch = lambda has_one: agreement.next_batch(rank, has_one, request)
+    loading.shares.agree_on_next_batch = lambda has_one: agreement.agree_on_next_batch(
+        rank, has_one, request
+    )
     epochs: list[list[int]] = []
     try:
         trainer = rank_of(rank, 2, training)
@@ -1135,7 +1137,7 @@ def test_ranks_with_unequally_many_batches_end_an_epoch_together(
 
 def test_an_epoch_that_ends_early_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     loading = ExactLoading(seed=0)
-    loading.shares.next_batch = lambda has_one: NextBatch(everywhere=False, ended_early=1)
+    loading.shares.agree_on_next_batch = lambda has_one: NextBatch(everywhere=False, ended_early=1)
     assert not loading.shares._goes_on_together(4, True)
     assert not loading.shares._goes_on_together(4, True)
     line = "the data of rank 1 ended after 4 batches, before those of another rank: the epoch ends"

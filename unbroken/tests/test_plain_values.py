@@ -257,3 +257,27 @@ def test_what_cannot_be_filled_is_made_anew(now: Any, then: Any) -> None:
     assert again is not now
     assert is_same(copied(again), copied(then))
     assert is_same(copied(now), before)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), True),
+        (torch.tensor([1.0, NAN]), torch.tensor([2.0, NAN]), False),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), True),
+        (torch.tensor(1.0), torch.tensor(1), False),
+        (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j]), True),
+        (torch.tensor([1 + 2j]).to(torch.complex128), torch.tensor([1 + 2j] * 2)[:1], False),
+        (torch.tensor([1 + 2j]).to(torch.complex128),) * 2 + (True,),
+        (torch.arange(12).reshape(3, 4).t(), torch.arange(12).reshape(3, 4).t().contiguous(), True),
+        (torch.ones(3, requires_grad=True), torch.ones(3), True),
+        (torch.ones(1).expand(5), torch.ones(5), True),
+        (torch.ones(3).to(torch.float8_e5m2), torch.ones(3).to(torch.float8_e5m2), True),
+        (torch.tensor([True]), torch.tensor([False]), False),
+    ],
+)
+def test_tensors_that_hold_the_same_are_the_same(one: Any, other: Any, expected: bool) -> None:
+    assert is_same(one, other) is expected

@@ -88,10 +88,10 @@ class Ending:
         self.request = 0
         self._agreement.forget_saves()
 
-    def next_batch(self, rank: int, has_one: bool, mine: int) -> NextBatch:
+    def agree_on_next_batch(self, rank: int, has_one: bool, mine: int) -> NextBatch:
         """Which ranks have a further batch; this rank's request goes along."""
         assert self._agreement is not None
-        return self._agreement.next_batch(rank, has_one, mine)
+        return self._agreement.agree_on_next_batch(rank, has_one, mine)
 
     def stop_if_asked_late(self, trainer: Trainer) -> None:
         """Stop a script whose signal came behind the last step at which the ranks agree. All that

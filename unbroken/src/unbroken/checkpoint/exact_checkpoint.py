@@ -272,7 +272,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def _take_over_loaders(self, trainer: Trainer, seams: Seams) -> None:
         loading = self.engine.loading
-        loading.shares.next_batch = partial(self.engine.saving.next_batch, trainer)
+        loading.shares.agree_on_next_batch = partial(
+            self.engine.saving.agree_on_next_batch, trainer
+        )
         loading.shares.are_ours = lightning_internals.take_over_sharing(trainer)
         loading.install(seams, trainer)
         if trainer.world_size > 1:

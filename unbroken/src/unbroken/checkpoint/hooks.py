@@ -111,7 +111,7 @@ class Hooks(Callback):
             engine.restoring.forget_validated_batches(trainer)
         engine.restoring.give_generators_again(trainer)
         # Before the first epoch there is nothing to save.
-        if trainer.current_epoch > 0 and not engine.restoring.is_under_way:
+        if trainer.current_epoch > 0 and not engine.restoring.is_before_first_batch:
             if engine.loading.loaded_at == trainer.current_epoch:
                 engine.kept.settings.loaders_are_made(trainer)
             engine.following.epoch_is_over(trainer, engine.ending.group)

@@ -15,7 +15,13 @@ from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import BatchSizes, DataSets, LoaderPositions, ValidationSamples
-from unbroken.parts.loops import EarlyStop, SavePoint, ValidatedBatches, WasValidated
+from unbroken.parts.loops import (
+    BETWEEN_EPOCHS,
+    EarlyStop,
+    SavePoint,
+    ValidatedBatches,
+    WasValidated,
+)
 from unbroken.parts.metrics import (
     CallbackMetrics,
     LoggedMetrics,
@@ -150,7 +156,7 @@ class KeptParts:
         """
         loading = self._loading
         size = loading.samples_per_batch_of_pass
-        if snapshot.place == "epoch":
+        if snapshot.place == BETWEEN_EPOCHS:
             size = loading.samples_per_batch
         return {
             "place": snapshot.place,
@@ -186,4 +192,4 @@ class KeptParts:
         """
         after_the_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         in_last_validation = place == "validation" and after_the_last
-        self._positions.epoch_is_over = place == "epoch" or in_last_validation
+        self._positions.epoch_is_over = place == BETWEEN_EPOCHS or in_last_validation

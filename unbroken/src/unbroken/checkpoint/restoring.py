@@ -70,6 +70,7 @@ from unbroken.loading import ExactLoading
 from unbroken.loading.seeding import Seeds
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import apply_changes
+from unbroken.parts.loops import BETWEEN_EPOCHS
 from unbroken.parts.module import give_plain_buffers
 from unbroken.parts.state_types import StateTypes
 from unbroken.stopping.ranks import of_all_ranks, say
@@ -131,7 +132,7 @@ class Restoring:
         self._sanity_steps: float | None = None
 
     @property
-    def is_under_way(self) -> bool:
+    def is_before_first_batch(self) -> bool:
         """Whether this run is a resumed one that has done no batch yet."""
         return self._resume is not None
 
@@ -217,7 +218,7 @@ class Restoring:
         if seed is None:
             return
         if is_another and self._changed:
-            if resume.place != "epoch":
+            if resume.place != BETWEEN_EPOCHS:
                 self._lines.append(
                     f"the order of samples is that of seed {self._seed} from here: the rest of this"
                     " epoch reads some samples twice and others never."
@@ -312,7 +313,7 @@ class Restoring:
 
     def _enter_epoch(self, trainer: Trainer, resume: Resume) -> None:
         """Let Lightning's loops begin where the run was stopped."""
-        if resume.place == "epoch":
+        if resume.place == BETWEEN_EPOCHS:
             # Our own on_train_epoch_start (hooks.py) gives the generators again, before the user's
             # hooks of that name may draw.
             resume.enter_epoch(trainer, lambda: None)
@@ -344,7 +345,7 @@ class Restoring:
         resume.give_back(trainer, [part for part in kept.all if part.has_a_file])
         self._compare_data(trainer, resume)
         self._compare_bits(trainer, resume)
-        if resume.place != "epoch":
+        if resume.place != BETWEEN_EPOCHS:
             # The hooks of the epoch's start were called again.
             saved = resume.mine(trainer).get(kept.objects.name, {})
             self._lines += kept.objects.lines_of_epochs_start(trainer, saved)
@@ -480,7 +481,7 @@ class Restoring:
         if self._resume is None:
             return
         self.was_over = True
-        if self._resume.place == "epoch" and not is_after_epoch_for_batch_norms(trainer):
+        if self._resume.place == BETWEEN_EPOCHS and not is_after_epoch_for_batch_norms(trainer):
             # Call the hooks of a training's end, before which the last checkpoint was saved. Such a
             # hook may give the module its averaged weights. Lightning calls none of them here.
             # Those of the start come first, since callbacks rely on them.

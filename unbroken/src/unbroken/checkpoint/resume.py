@@ -15,7 +15,7 @@ from unbroken import lightning_internals
 from unbroken.checkpoint.cut_epoch import go_inside
 from unbroken.loading import ExactLoading, Start
 from unbroken.parts.loaders import BatchSizes
-from unbroken.parts.loops import SavePoint, states_of_loaders
+from unbroken.parts.loops import BETWEEN_EPOCHS, SavePoint, states_of_loaders
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.storage.contents import RUN_KEY
@@ -65,7 +65,7 @@ class Resume:
         mine = ranks[trainer.global_rank % len(ranks)]
         start = Start(
             epoch=epoch_of(checkpoint, place),
-            batches=0 if place == "epoch" else batches["current"]["completed"],
+            batches=0 if place == BETWEEN_EPOCHS else batches["current"]["completed"],
             samples_per_batch=samples_per_batch,
             loaders=mine["loaders"],
             over=batches["is_last_batch"],
@@ -148,7 +148,7 @@ def epoch_of(checkpoint: dict[str, Any], place: SavePoint) -> int:
 
     Lightning's own number is that at the save, after the last epoch.
     """
-    if place == "epoch":
+    if place == BETWEEN_EPOCHS:
         return int(checkpoint["epoch"])
     epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]
     return int(epochs["current"]["processed"])

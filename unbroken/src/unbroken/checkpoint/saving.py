@@ -14,8 +14,8 @@ In the order in which it happens:
 
 1. At the end of an optimizer step, and where ranks ask each other whether all have a next batch,
    they agree on what any of them asks for: a save, or a stop (:meth:`Saving.batch_ends`,
-   :meth:`Saving.next_batch`). A validation or an epoch's end may find a new best; all ranks find it
-   together.
+   :meth:`Saving.agree_on_next_batch`). A validation or an epoch's end may find a new best; all
+   ranks find it together.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
    :meth:`Saving.save_and_stop_if_asked` saves it. The step before is done with its logging and its
@@ -59,7 +59,7 @@ from unbroken.errors import NotSaved, UserError
 from unbroken.loading import ExactLoading
 from unbroken.loading.log_steps import is_optimizer_step
 from unbroken.parts.declared import plain_state
-from unbroken.parts.loops import clean_counters
+from unbroken.parts.loops import BETWEEN_EPOCHS, clean_counters
 from unbroken.stopping.ranks import of_all_ranks, say
 from unbroken.stopping.signals import STOP_S
 from unbroken.stopping.stop import SAVE_DUE, NextBatch, request_of_this_rank
@@ -156,9 +156,11 @@ class Saving:
             self._interval.tell_of_waiting()
         return any(busy)
 
-    def next_batch(self, trainer: Trainer, has_one: bool) -> NextBatch:
+    def agree_on_next_batch(self, trainer: Trainer, has_one: bool) -> NextBatch:
         """Tell the other ranks whether this one has a further batch; the request goes along."""
-        return self._ending.next_batch(trainer.global_rank, has_one, self._own_request(trainer))
+        return self._ending.agree_on_next_batch(
+            trainer.global_rank, has_one, self._own_request(trainer)
+        )
 
     def _own_request(self, trainer: Trainer) -> int:
         """What this rank asks for: to stop, to save, or nothing."""
@@ -185,7 +187,7 @@ class Saving:
         """Save and stop after an epoch. A large state is saved less often than short epochs end."""
         must = self._ending.request or self._following.is_new
         if must or not self._is_too_soon():
-            self.save_and_stop_if_asked(trainer, self._kept.take(trainer, "epoch"))
+            self.save_and_stop_if_asked(trainer, self._kept.take(trainer, BETWEEN_EPOCHS))
 
     def _is_too_soon(self) -> bool:
         """Whether the save before is not written yet, or so recent that another one would cost too
@@ -199,7 +201,7 @@ class Saving:
     def training_ends(self, trainer: Trainer) -> None:
         """Save after the last epoch."""
         self._ending.agree_at_the_end()
-        self.save_and_stop_if_asked(trainer, self._kept.take(trainer, "epoch"), is_end=True)
+        self.save_and_stop_if_asked(trainer, self._kept.take(trainer, BETWEEN_EPOCHS), is_end=True)
 
     # The save
 
@@ -248,7 +250,7 @@ class Saving:
 
     def _can_go_on(self, trainer: Trainer, snapshot: Snapshot) -> bool:
         """Whether a run that is resumed with this snapshot can start there."""
-        if snapshot.place == "epoch":
+        if snapshot.place == BETWEEN_EPOCHS:
             return not is_before_epoch_for_batch_norms(trainer)
         return self._loading.starts_inside_epochs
 
@@ -286,7 +288,7 @@ class Saving:
         # Hooks of the validation have changed callbacks' states and buffers since the snapshot.
         snapshot.put_entries_into(checkpoint)
         state = self._kept.state_of(snapshot, group)
-        if snapshot.place == "epoch":
+        if snapshot.place == BETWEEN_EPOCHS:
             inside = self._cut_epoch.as_data(trainer, group)
             if inside is not None:
                 state["inside_epoch"] = inside

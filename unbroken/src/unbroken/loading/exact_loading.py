@@ -218,7 +218,7 @@ class ExactLoading:
 
     def let_go(self) -> None:
         """The stage is over. Whoever copies what is left copies no Trainer with it."""
-        self.shares.next_batch = None
+        self.shares.agree_on_next_batch = None
         for passes in self.training:
             passes.epoch_now = None
             passes.batches_now = None

@@ -49,13 +49,13 @@ class Shares:
     Attributes:
         are_ours: Whether the data are shared here. False: the user has done so
             (use_distributed_sampler=False).
-        next_batch: Tells the other ranks whether this one has a further batch. None: they are not
-            asked.
+        agree_on_next_batch: Tells the other ranks whether this one has a further batch. None: they
+            are not asked.
     """
 
     def __init__(self, lines: list[str]) -> None:
         self.are_ours = True
-        self.next_batch: Callable[[bool], NextBatch] | None = None
+        self.agree_on_next_batch: Callable[[bool], NextBatch] | None = None
         self._lines = lines
         self._said_uneven = False
 
@@ -226,9 +226,9 @@ class Shares:
 
         A rank with one more than the others would wait for them in its step, for ever.
         """
-        if self.next_batch is None:
+        if self.agree_on_next_batch is None:
             return has_one
-        ranks = self.next_batch(has_one)
+        ranks = self.agree_on_next_batch(has_one)
         if ranks.ended_early is None:
             return ranks.everywhere
         if not done:
@@ -246,8 +246,8 @@ class Shares:
 
         But a rank that has nothing logs nothing, and the others would wait for its values.
         """
-        if self.next_batch is not None and not done:
-            rank = self.next_batch(has_one).ended_early
+        if self.agree_on_next_batch is not None and not done:
+            rank = self.agree_on_next_batch(has_one).ended_early
             if rank is not None:
                 raise _no_data_on(rank)
         return has_one

@@ -9,6 +9,7 @@ from unbroken.parts.part import Note, Part
 # Where in the loops a checkpoint is taken: before a batch, between two epochs (or after the last),
 # inside validation.
 SavePoint = Literal["batch", "epoch", "validation"]
+BETWEEN_EPOCHS: SavePoint = "epoch"
 
 
 class ValidatedBatches(Part):
@@ -79,7 +80,7 @@ def clean_counters(fit: dict[str, Any], place: SavePoint, validated: bool) -> No
     validation = fit["epoch_loop.val_loop.batch_progress"]
     epochs = fit["epoch_progress"]
     begun = [batches["total"], batches["current"], validation["total"]]
-    if place == "epoch":
+    if place == BETWEEN_EPOCHS:
         begun += [epochs["total"], epochs["current"]]
     for counters in begun:
         for name in counters:

@@ -75,13 +75,14 @@ class Agreement:
     step.
 
     Where ranks may have unequally many batches, they ask each other before each batch
-    (:meth:`next_batch`). The requests go along with it, so a step costs one exchange there, too.
+    (:meth:`agree_on_next_batch`). The requests go along with it, so a step costs one exchange
+    there, too.
     """
 
     def __init__(self, world_size: int) -> None:
         self.group: Any = dist.new_group(backend="gloo") if world_size > 1 else None
         self._pending: tuple[Any, torch.Tensor] | None = None
-        # What :meth:`next_batch` has brought since the last call of :meth:`exchange`.
+        # What :meth:`agree_on_next_batch` has brought since the last call of :meth:`exchange`.
         self._came_with_batch: int | None = None
         # Whether a save that the next call of :meth:`exchange` would return is done already.
         self._is_saved = False
@@ -102,7 +103,7 @@ class Agreement:
 
     def exchange(self, request: int) -> int:
         """Send this rank's request. Returns the largest request of any rank: at the call before,
-        or at the last :meth:`next_batch`; of one rank, this very request.
+        or at the last :meth:`agree_on_next_batch`; of one rank, this very request.
         """
         if self.group is None:
             return request
@@ -126,7 +127,7 @@ class Agreement:
         earlier_work.wait()
         return int(earlier_value)
 
-    def next_batch(self, rank: int, has_one: bool, request: int) -> NextBatch:
+    def agree_on_next_batch(self, rank: int, has_one: bool, request: int) -> NextBatch:
         """Tell the other ranks whether this one has a further batch, and wait for their answers.
 
         Every rank of several must call it. ``request`` is as for :meth:`exchange`, whose next call

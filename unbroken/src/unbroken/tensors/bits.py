@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from unbroken.tensors.same_values import tensors_inside
+from unbroken.tensors.same_values import AS_WHOLE_NUMBERS, tensors_inside
 
 WORD_BYTES = 8
 # Words that are summed up at once. Their multipliers take 1 MiB.
@@ -40,7 +40,6 @@ NUMPYS = {
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
 }
-AS_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
