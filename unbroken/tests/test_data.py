@@ -4,9 +4,11 @@ the device.
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import math
 import socket
+import tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +39,28 @@ def test_idx_files_are_read_back_plain_and_gzipped(tmp_path: Path, name: str) ->
     assert torch.equal(read_idx(tmp_path / name), images)
     with pytest.raises(UserError, match="SHA-256"):
         read_idx(tmp_path / name, sha256="0" * 64)
+
+
+def test_no_more_is_read_of_an_idx_file_than_its_header_announces(tmp_path: Path) -> None:
+    path = tmp_path / "x-labels-idx1-ubyte.gz"
+    whole = (2049).to_bytes(4, "big") + (3).to_bytes(4, "big") + bytes(2**26)
+    path.write_bytes(gzip.compress(whole, compresslevel=1))
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"be the 11 bytes that its header announces, got more"):
+            read_idx(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**23
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kept", [0, 3, 6, 9])
+def test_an_idx_file_that_was_cut_is_damaged(tmp_path: Path, kept: int) -> None:
+    path = tmp_path / "x-labels-idx1-ubyte"
+    whole = (2049).to_bytes(4, "big") + (3).to_bytes(4, "big") + bytes(3)
+    path.write_bytes(whole[:kept])
+    with pytest.raises(UserError, match="is damaged: its "):
+        read_idx(path)
 
 
 def test_the_bundled_digits_are_stratified_and_real(mnist_root: Path) -> None:

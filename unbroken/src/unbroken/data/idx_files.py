@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -22,7 +22,8 @@ from unbroken.errors import UserError, require
 # The first four bytes of a file say what it holds.
 IMAGES_MAGIC = 2051
 LABELS_MAGIC = 2049
-
+# So many bytes of a file are read at a time.
+CHUNK_BYTES = 2**20
 
 # The names of a set's files: those of the training set, and those of the test set
 PARTS = ("train", "t10k")
@@ -144,43 +145,50 @@ def read_idx(path: Path, sha256: str | None = None) -> Tensor:
             than ``sha256``.
     """
     fix = f" Delete {path} and run again to fetch it anew."
-    data = decompressed(path, fix)
-    magic = number_at(data, 0)
-    is_known = magic in (IMAGES_MAGIC, LABELS_MAGIC)
-    option = f"{path} is damaged: its magic number"
-    require(is_known, option, f"be {IMAGES_MAGIC} or {LABELS_MAGIC}", magic, fix)
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            magic_bytes = file.read(4)
+            magic = number(magic_bytes)
+            is_known = magic in (IMAGES_MAGIC, LABELS_MAGIC)
+            option = f"{path} is damaged: its magic number"
+            require(is_known, option, f"be {IMAGES_MAGIC} or {LABELS_MAGIC}", magic, fix)
 
-    # After the magic number stands the count, and for images the rows and columns, four bytes each.
-    dimensions = 3 if magic == IMAGES_MAGIC else 1
-    header = 4 + 4 * dimensions
-    shape = [number_at(data, 4 + 4 * place) for place in range(dimensions)]
-    announced = header + math.prod(shape)
+            # Then the count stands there, and for images the rows and columns, four bytes each.
+            dimensions = 3 if magic == IMAGES_MAGIC else 1
+            sizes = [file.read(4) for _ in range(dimensions)]
+            shape = [number(size) for size in sizes]
+            data = read_at_most(file, math.prod(shape))
+    except (OSError, EOFError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read: {error}.{fix}") from None
+
+    header = b"".join((magic_bytes, *sizes))
+    announced = 4 + 4 * dimensions + math.prod(shape)
+    found = len(header) + len(data)
     option = f"{path} is damaged: its size"
     must = f"be the {announced:,} bytes that its header announces"
-    require(len(data) == announced, option, must, f"{len(data):,}", fix)
+    require(found == announced, option, must, f"{found:,}" if found < announced else "more", fix)
 
     if sha256 is not None:
-        digest = hashlib.sha256(data.data).hexdigest()
+        digest = hashlib.sha256(header + data).hexdigest()
         require(digest == sha256, f"{path} is damaged: SHA-256", f"be {sha256}", digest, fix)
 
-    values = torch.from_numpy(data[header:])
+    values = torch.from_numpy(np.frombuffer(data, np.uint8))
     if magic == LABELS_MAGIC:
         return values.long()
     count, rows, columns = shape
     return values.view(count, 1, rows, columns)
 
 
-def decompressed(path: Path, fix: str) -> np.ndarray:
-    """The bytes of a file, uint8 (size,), after decompression where its name ends in ``.gz``."""
-    try:
-        if path.suffix == ".gz":
-            # A bytearray, so that the array may be written to; PyTorch warns of others.
-            return np.frombuffer(bytearray(gzip.decompress(path.read_bytes())), np.uint8)
-        return np.fromfile(path, np.uint8)
-    except (OSError, EOFError, zlib.error) as error:
-        raise UserError(f"{path} cannot be read: {error}.{fix}") from None
+def read_at_most(file: IO[bytes], announced: int) -> bytearray:
+    """The rest of a file; no more than that where it is longer than announced, because a few
+    compressed bytes can be gigabytes.
+    """
+    data = bytearray()
+    while len(data) <= announced and (chunk := file.read(CHUNK_BYTES)):
+        data += chunk
+    return data
 
 
-def number_at(data: np.ndarray, place: int) -> int:
-    """The big-endian number of four bytes that begins at ``place``; missing bytes count as 0."""
-    return int.from_bytes(data[place : place + 4].tobytes().ljust(4, b"\0"), "big")
+def number(four_bytes: bytes) -> int:
+    """A big-endian number; bytes that are missing count as 0."""
+    return int.from_bytes(four_bytes.ljust(4, b"\0"), "big")
