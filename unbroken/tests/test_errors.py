@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
+from jsonargparse import get_loader
 from numerals.fit import job as fit
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure
@@ -320,6 +322,25 @@ def test_an_odd_config_is_told_in_one_line(
         or "--default_root_dir must be" in line
     )
     assert os.listdir() == ["odd.yaml"]
+
+
+MANY = "a0: &a0 {x: 1, y: 2}\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10)
+)
+MERGED = MANY.replace("[", "{<<: [").replace("]", "]}")
+
+
+@pytest.mark.parametrize("text", [MANY, MERGED, "model: &x [*x]"])
+def test_a_config_in_which_a_few_aliases_name_very_much_is_refused_at_once(
+    workplace: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    Path("many.yaml").write_text(text)
+    too_many = "with its aliases written out it has more than 100,000 values"
+    assert too_many in error_of(capsys, "--config", "many.yaml")
+    # The parser reads values of the command line, and files that these name.
+    assert "--data" in error_of(capsys, "--data", "many.yaml")
+    with pytest.raises(yaml.YAMLError, match=too_many):
+        get_loader("yaml")(text)
 
 
 @pytest.mark.nightly

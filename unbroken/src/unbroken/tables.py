@@ -34,6 +34,8 @@ MADE_BY = {"Software": __name__.split(".")[0]}
 MARK_OF_PICTURE = b"Software\0" + MADE_BY["Software"].encode()
 # A number beyond it cannot be averaged or drawn.
 LARGEST_NUMBER = 1e100
+# Of a YAML text with aliases
+MOST_VALUES = 100_000
 
 
 def check_output(
@@ -258,10 +260,32 @@ def is_number(value: Any) -> bool:
 
 
 def load_yaml(text: str) -> Any:
-    """What a YAML text holds; a ValueError where that contains itself, as in ``&x [*x]``."""
-    content = yaml.safe_load(text)
-    json.dumps(content, default=str, skipkeys=True)
-    return content
+    """What a YAML text holds; a ValueError where its aliases make it too much."""
+    refuse_too_many_aliases(text)
+    return yaml.safe_load(text)
+
+
+def refuse_too_many_aliases(text: str) -> None:
+    """A ValueError where a YAML text has very many values with its aliases written out: a few lines
+    can name them. So has one that contains itself, as in ``&x [*x]``.
+    """
+    if "*" in text and _written_out(yaml.compose(text, yaml.SafeLoader), {}) > MOST_VALUES:
+        raise ValueError(f"with its aliases written out it has more than {MOST_VALUES:,} values")
+
+
+def _written_out(node: yaml.Node | None, known: dict[yaml.Node, float]) -> float:
+    """How many values are in a node where each alias is written out; infinite in one that contains
+    itself.
+    """
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if node not in known:
+        # Until it is counted: it is met again inside itself alone.
+        known[node] = math.inf
+        is_mapping = isinstance(node, yaml.MappingNode)
+        inside = [value for _, value in node.value] if is_mapping else node.value
+        known[node] = 1 + sum(_written_out(each, known) for each in inside)
+    return known[node]
 
 
 def columns_of(rows: Sequence[Row]) -> list[str]:

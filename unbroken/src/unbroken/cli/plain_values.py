@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 from jsonargparse import get_loader, set_dumper, set_loader
 from lightning.fabric.utilities.enums import LightningEnum
+from unbroken.tables import refuse_too_many_aliases
 
 # What jsonargparse reads as a number, and PyYAML as text
 EXPONENT = re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$")
@@ -65,6 +66,10 @@ def _reader(read: Any) -> Any:
     """The parser's function, but for a text that YAML reads as nothing: it stays the text."""
 
     def read_text(text: str) -> Any:
+        try:
+            refuse_too_many_aliases(text)
+        except ValueError as error:
+            raise yaml.YAMLError(str(error)) from None
         value = read(text)
         if value is None and text.strip().lower() not in NOTHING and "\n" not in text.strip():
             return text

@@ -200,8 +200,10 @@ def read_config(name: str) -> dict[str, Any]:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise UserError(f"{option} is not valid YAML{place}.") from None
-    except (yaml.YAMLError, RecursionError, ValueError):
+    except (yaml.YAMLError, RecursionError):
         raise UserError(f"{option} is not valid YAML.") from None
+    except ValueError as error:
+        raise UserError(f"{option} is not valid YAML: {error}.") from None
     got = str(content)[:40]
     require(isinstance(content, dict), option, "hold sections (trainer:, model:, data:)", got)
     for key in content:

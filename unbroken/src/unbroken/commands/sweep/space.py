@@ -144,8 +144,10 @@ def read_sections(path: Path) -> dict[str, Any]:
     except OSError as error:
         reason = f"{path} cannot be read: {error.strerror}"
         raise UserError(f"--space: {reason}. Name a file in W&B's format.") from None
-    except (ValueError, yaml.YAMLError):
+    except (RecursionError, yaml.YAMLError):
         raise UserError(f"--space: {path} is not valid YAML.") from None
+    except ValueError as error:
+        raise UserError(f"--space: {path} is not valid YAML: {error}.") from None
     if not isinstance(content, dict):
         return {}
     return {str(name): section for name, section in content.items() if section}
