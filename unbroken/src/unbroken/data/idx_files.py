@@ -9,8 +9,9 @@ import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from io import BufferedIOBase
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -179,7 +180,7 @@ def read_idx(path: Path, sha256: str | None = None) -> Tensor:
     return values.view(count, 1, rows, columns)
 
 
-def read_at_most(file: IO[bytes], announced: int) -> bytearray:
+def read_at_most(file: BufferedIOBase, announced: int) -> bytearray:
     """The rest of a file; no more than that where it is longer than announced, because a few
     compressed bytes can be gigabytes.
     """
