@@ -127,6 +127,19 @@ def test_a_resumed_run_keeps_its_page_and_says_that_another_optimizer_starts_ane
     assert checkpoint(folder / "last.ckpt")["run"]["config"] == other
 
 
+def test_the_configuration_says_what_every_resume_has_changed(folder: Path) -> None:
+    sgd, adam = CONFIG, CONFIG | {"model": {"optimizer": "Adam", "text": "1e5"}}
+    path = None
+    for epochs, config in enumerate((sgd, adam, adam, sgd), start=1):
+        trainer = trainer_with(RunRecord(folder, "id1", config, CODE), epochs=epochs)
+        trainer.fit(Typed(), Numbers(), ckpt_path=path, weights_only=True)
+        path = folder / "last.ckpt"
+    lines = (folder / "config.yaml").read_text().splitlines()
+    changes = ["model.optimizer: SGD → Adam", "model.optimizer: Adam → SGD"]
+    assert lines[1:3] == [f"# step 4: {changes[0]}", f"# step 12: {changes[1]}"]
+    assert yaml.safe_load("\n".join(lines)) == CONFIG
+
+
 class DeletesFolder(Callback):
     """What a cleaning script does to the folder of a run that still trains."""
 

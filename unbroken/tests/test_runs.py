@@ -309,6 +309,27 @@ def test_classes_of_one_name_in_two_modules_are_two_configurations(root: Path) -
     assert (names["v1"], names["fast"]) == ("Net", "MNISTClassifier")
 
 
+def test_a_run_that_was_resumed_with_other_settings_is_no_further_seed(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def add_comment(name: str, change: str) -> None:
+        path = root / name / "config.yaml"
+        command, _, settings = path.read_text().partition("\n")
+        path.write_text(f"{command}\n# step 20: {change}\n{settings}")
+
+    make_run(root, "slow-3", 0.01, 3, 0.1)
+    add_comment("slow-3", "model.lr: 0.5 → 0.01")
+    # No number depends on it.
+    add_comment("slow-2", "trainer.logger: csv → False")
+    found = {row["runs"]: row for row in listed(root, "--seeds")}
+    assert found.keys() == {"fast", "slow-1 slow-2", "slow-3"}
+    assert found["slow-3"]["resumed_with"] == "step 20: model.lr: 0.5 → 0.01"
+    # It is said where there is no other run as well.
+    for name in ("fast", "slow-1", "slow-2"):
+        shutil.rmtree(root / name)
+    assert "resumed_with" in shown(capsys, root)
+
+
 def test_runs_that_found_other_data_are_not_averaged(root: Path) -> None:
     of_auto = {"class_path": "numerals.data.MNISTDataModule", "init_args": {"source": "auto"}}
     for seed, source in ((1, "sample"), (2, "mnist"), (3, "mnist")):

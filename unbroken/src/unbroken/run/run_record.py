@@ -2,12 +2,15 @@
 needs.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from unbroken import contract
+from unbroken.cli.cli import differences
 from unbroken.cli.plain_values import dump_yaml
+from unbroken.errors import printable
 from unbroken.results.facts import command_line, git, versions
 from unbroken.results.run_result import RunResult
 from unbroken.run_folder import RUN_ID, point_latest_at
@@ -29,8 +32,9 @@ class RunRecord(Callback):
     - When training starts: ``config.yaml``, ``uncommitted.diff`` and the link ``latest``, on rank
       zero.
       Not earlier: a run that cannot start changes nothing of older ones.
-    - In each checkpoint, under ``run``: name, id, configuration, versions, data, precision,
-      metrics.
+      ``config.yaml`` says of each setting that was changed at a resume from which step on.
+    - In each checkpoint, under ``run``: name, id, configuration and its changes, versions, data,
+      precision, metrics.
 
     It stands before the callback that saves checkpoints in the list of callbacks.
 
@@ -52,6 +56,8 @@ class RunRecord(Callback):
             "run_name": folder.name,
             "run_id": run_id,
             "config": config,
+            # A line for each setting that was changed at a resume
+            "changes": [],
             "versions": versions(),
         }
         self.deleted_in: int | None = None  # the epoch in which the folder was deleted
@@ -83,12 +89,19 @@ class RunRecord(Callback):
             return
         self._resumes = True
         saved = record_in(checkpoint)
+        self._note_changes(saved, checkpoint["global_step"])
         before = flat(saved.get("config", {})).get("model.optimizer")
         now = flat(self.config).get("model.optimizer")
         if before != now:
             self._notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
             forget_groups(saved.get("state"))
+
+    def _note_changes(self, saved: dict[str, Any], step: int) -> None:
+        # A file of another program has no configuration to compare with.
+        changes = differences(saved["config"], self.config) if "config" in saved else []
+        new = [printable(f"step {step}: {change}") for change in changes]
+        self.facts["changes"] = [*saved.get("changes", []), *new]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         say(*self._notes)
@@ -99,7 +112,7 @@ class RunRecord(Callback):
         if is_new:
             # Of a start that was killed before its first save
             (self.folder / CHANGES).unlink(missing_ok=True)
-        write_config(self.folder, self.config, self.code)
+        self._write_config()
         self._has_written = True
         # A summary is that of a run that has ended. This one has more to do: it was made longer.
         if is_new or (self.folder / SUMMARY).exists():
@@ -126,8 +139,11 @@ class RunRecord(Callback):
         say(_deleted(self.deleted_in))
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(f"{self.facts['run_id']}\n", self.folder / RUN_ID)
-        write_config(self.folder, self.config, self.code)
+        self._write_config()
         point_latest_at(self.folder)
+
+    def _write_config(self) -> None:
+        write_config(self.folder, self.config, self.code, self.facts["changes"])
 
     def _is_deleted(self) -> bool:
         """Whether the folder is gone, or was made again by a logger that had something to save."""
@@ -153,12 +169,21 @@ def _deleted(epoch: int) -> str:
     return f"the run's folder was deleted in epoch {epoch + 1}, and made again: {lost}."
 
 
-def write_config(folder: Path, config: dict[str, Any], code: Path) -> None:
+def write_config(
+    folder: Path, config: dict[str, Any], code: Path, changes: Sequence[str] = ()
+) -> None:
     """Write the configuration, whose ``--config`` repeats the run, and how the code differs from
     its commit.
+
+    Args:
+        folder: The run's folder.
+        config: Every setting as a plain value.
+        code: The folder of the package that trains.
+        changes: A line for each setting that was changed at a resume, such as
+            ``step 20: model.lr: 0.1 → 0.02``.
     """
-    text = dump_yaml(config)
-    write_atomically(f"# {command_line()}\n{text}", folder / "config.yaml")
+    comments = "".join(f"# {line}\n" for line in [command_line(), *changes])
+    write_atomically(f"{comments}{dump_yaml(config)}", folder / "config.yaml")
     changes = git(code, "status", "--porcelain")
     if changes:
         # The first lines name the files that git does not know. `patch` skips them.

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from unbroken.commands.runs.saved_run import FOUND_SOURCE, SavedRun, last_name
+from unbroken.commands.runs.saved_run import FOUND_SOURCE, RESUMED_WITH, SavedRun, last_name
 from unbroken.tables import Row, columns_of, format_column, is_number, printable
 
 # Characters of a text in the terminal; the name of a run is always whole.
@@ -26,7 +26,7 @@ def by_module(runs: Sequence[SavedRun]) -> dict[str, list[SavedRun]]:
 
 
 def differing(runs: Sequence[SavedRun]) -> list[str]:
-    """Names of the settings that are not the same in all runs.
+    """Names of the settings that are not the same in all runs, or not all the time in one of them.
 
     What was typed for a run comes first: the rest may follow from it. The seed comes last.
     """
@@ -39,9 +39,9 @@ def differing(runs: Sequence[SavedRun]) -> list[str]:
         # A run that trains, or was stopped, has not told what it found.
         if name != FOUND_SOURCE and len(values) < len(runs):
             values.append(None)
-        if any(value != values[0] for value in values):
+        if name == RESUMED_WITH or any(value != values[0] for value in values):
             found.append(name)
-    typed = {option for run in runs for option in run.typed}
+    typed = {RESUMED_WITH} | {option for run in runs for option in run.typed}
 
     def place(name: str) -> tuple[bool, bool]:
         was_typed = name in typed or name.removeprefix("trainer.") in typed

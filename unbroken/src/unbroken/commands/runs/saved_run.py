@@ -1,6 +1,7 @@
 """What a run's folder says of the run."""
 
 import os
+import re
 import stat
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +35,11 @@ DATA_ROOT = "data.root"
 DATA_SOURCE = "data.source"
 # What the run has found there, such as files or sample
 FOUND_SOURCE = "data_source"
+# The settings that were changed at a resume, as one setting: such a run is none of those that had
+# the last settings all along.
+RESUMED_WITH = "resumed_with"
+# How the config.yaml of a run tells of one, such as "# step 20: model.lr: 0.1 → 0.02"
+CHANGE = re.compile(r"# (step \d+: ([^\s:]+): .*)")
 # A run's folder has at least one of these files.
 FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")
 LOCK = ".lock"
@@ -56,7 +62,8 @@ class SavedRun:
         module: The name of the class of its module.
         settings: Its configuration, flat, without where the run lies and what it tells. Classes
             have their whole import path. ``data_source``, where the summary tells it, is what the
-            data were.
+            data were. ``resumed_with``, where a resume changed settings, tells which, and at which
+            step.
         classes: The names of those settings that are classes.
         typed: The options of the command that has begun the run, without their dashes.
         summary: What is used of ``summary.json``.
@@ -72,8 +79,13 @@ class SavedRun:
         self.name = folder.name
         self.left_out: list[str] = []
         self.summary = self._read_summary()
-        config, self.typed = self._read_config()
+        text = self.read("config.yaml", lambda path: read_text(path, MOST_YAML), "")
+        config = self._read_config(text)
+        self.typed = options_in(text)
         self.settings = settings_of(config)
+        changes = changes_in(text, not_compared(config))
+        if changes:
+            self.settings[RESUMED_WITH] = "; ".join(changes)
         if FOUND_SOURCE in self.summary:
             self.settings[FOUND_SOURCE] = self.summary[FOUND_SOURCE]
         self.classes = {
@@ -92,7 +104,7 @@ class SavedRun:
         except NotRead as error:
             self.left_out.append(f"{self.name}/{name} {error}, and is not read")
         except UNREADABLE:
-            pass
+            self.settings[RESUMED_WITH] = "; ".join(changes)
         return otherwise
 
     def _read_summary(self) -> dict[str, Any]:
@@ -101,16 +113,15 @@ class SavedRun:
             self.left_out.append(f"{self.name}: {left_out:,} more results are left out")
         return dict(summary)
 
-    def _read_config(self) -> tuple[dict[str, Any], set[str]]:
-        """The flat configuration, and the options that were typed."""
-        text = self.read("config.yaml", lambda path: read_text(path, MOST_YAML), "")
+    def _read_config(self, text: str) -> dict[str, Any]:
+        """The flat configuration in the text of ``config.yaml``."""
         content = self.read("config.yaml", lambda _: yaml_in(text), None)
         config = flat(content) if isinstance(content, dict) else {}
         kept = [name for name in config if len(name) <= LONGEST_NAME][:MOST_SETTINGS]
         if len(kept) < len(config):
             left_out = len(config) - len(kept)
             self.left_out.append(f"{self.name}: {left_out:,} more settings are left out")
-        return {name: config[name] for name in kept}, options_in(text)
+        return {name: config[name] for name in kept}
 
     def _find_results(self) -> dict[str, float]:
         # The followed metric comes first, then the same one of the test: test/loss or test_loss.
@@ -209,6 +220,22 @@ def options_in(config: str) -> set[str]:
     return {word.removeprefix("--").removesuffix(CLASS_PATH) for word in words}
 
 
+def changes_in(config: str, left_out: Sequence[str]) -> list[str]:
+    """What a ``config.yaml`` says of settings that were changed at a resume, such as
+    ``step 20: model.lr: 0.1 → 0.02``, but for those that are left out.
+    """
+    changes = []
+    for line in config.splitlines()[1:]:
+        found = CHANGE.fullmatch(line)
+        if found is None:
+            # The comments stand above the settings.
+            break
+        text, name = found.groups()
+        if not is_one_of(name, left_out):
+            changes.append(text)
+    return changes
+
+
 def is_run(folder: Path) -> bool:
     """Whether a folder is that of a run."""
     return any(os.path.lexists(folder / name) for name in FILES)
@@ -218,15 +245,25 @@ def settings_of(config: dict[str, Any]) -> dict[str, Any]:
     """What tells a flat configuration from others, with ``model`` in place of
     ``model.class_path``.
     """
-    left_out = [*PLACES, *TOLD]
-    if DATA_SOURCE in config:
-        left_out.append(DATA_ROOT)
+    left_out = not_compared(config)
     settings = {}
     for name, value in config.items():
-        # A logger may be a class with settings of its own.
-        if not any(name == each or name.startswith(f"{each}.") for each in left_out):
+        if not is_one_of(name, left_out):
             settings[name.removesuffix(CLASS_PATH)] = value
     return settings
+
+
+def not_compared(config: dict[str, Any]) -> list[str]:
+    """The settings of a flat configuration on which no number of a run depends."""
+    root = [DATA_ROOT] if DATA_SOURCE in config else []
+    return [*PLACES, *TOLD, *root]
+
+
+def is_one_of(name: str, settings: Sequence[str]) -> bool:
+    """Whether a setting is one of these, or of one of these: a logger may be a class with settings
+    of its own.
+    """
+    return any(name == each or name.startswith(f"{each}.") for each in settings)
 
 
 def last_name(path: Any) -> str:

@@ -52,7 +52,8 @@ def by_configuration(runs: Sequence[SavedRun]) -> list[tuple[Row, list[SavedRun]
     """Groups of runs that differ only in the seed and in where they lie.
 
     Each comes with the settings by which the groups differ, as they are shown. Runs that found
-    other data, as ``data.source`` auto may, are another group.
+    other data, as ``data.source`` auto may, are another group, and so are those whose settings
+    changed at a resume.
     """
     names = [name for name in differing(runs) if name != SEED]
     groups: dict[str, tuple[Row, list[SavedRun]]] = {}
