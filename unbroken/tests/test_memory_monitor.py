@@ -161,6 +161,22 @@ def test_an_accumulated_step_is_logged_once(tmp_path):
     assert [step for step, _ in rows.of("memory")] == [0, 1, 2, 2]  # and again at the epoch's end
 
 
+def test_the_peak_of_a_resumed_run_is_the_largest_of_its_starts(tmp_path):
+    def fit(gib: int, epochs: int, **options: Any) -> MemoryMonitor:
+        size = gib * int(GIB)
+        host = {"process": size, "rss": size, "peak_rss": size}
+        monitor = MemoryMonitor(host=lambda: host)
+        trainer, _ = make_trainer(tmp_path, monitor, max_epochs=epochs)
+        trainer.fit(Linear(), Points(16, 8).loader(), **options)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return monitor
+
+    resume = {"ckpt_path": tmp_path / "last.ckpt", "weights_only": True}
+    assert fit(5, 1).peaks == {"memory/peak_rss_gib": 5.0}
+    assert fit(2, 2, **resume).peaks == {"memory/peak_rss_gib": 5.0}
+    assert fit(7, 3, **resume).peaks == {"memory/peak_rss_gib": 7.0}
+
+
 def test_a_row_written_again_at_the_epochs_end_keeps_its_peak(tmp_path):
     trainer, rows, _, monitor, module = known_run(tmp_path)
     trainer.fit(module, Points(64, 8).loader())

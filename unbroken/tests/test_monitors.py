@@ -246,7 +246,7 @@ def test_what_the_monitors_measured_is_in_the_runs_result(tmp_path: Path) -> Non
     (throughput,) = [each for each in used if isinstance(each, ThroughputMonitor)]
     assert throughput.summary().items() <= result.summary.metrics.items()
     assert result.summary.metrics["throughput/samples_per_sec"] > 0
-    assert result.summary.advice == throughput.advice(trainer)
+    assert result.summary.advice == throughput.advice(trainer, throughput.summary())
     (memory,) = [each for each in used if isinstance(each, MemoryMonitor)]
     assert memory.peaks.items() <= result.summary.metrics.items()
     assert result.summary.metrics["memory/peak_rss_gib"] > 0

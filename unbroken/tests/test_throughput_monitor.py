@@ -33,6 +33,8 @@ from unbroken.monitors.throughput import (
     rates,
     samples_in,
 )
+from unbroken.results.facts import Summary
+from unbroken.results.run_result import RunResult
 from unbroken.tasks.supervised import recompute_activations
 
 from tests.monitored import (
@@ -216,20 +218,63 @@ def test_the_start_of_workers_is_no_wait_for_data(tmp_path, persistent):
     seconds = 11 * STEP + waits * FETCH
     assert second[1]["samples_per_sec"] == pytest.approx(83 / seconds)
     assert second[1]["data_wait_pct"] == pytest.approx(100 * waits * FETCH / seconds)
-    assert run.monitor.advice(run.trainer).startswith("loader-bound: 1")
+    told = run.monitor.advice(run.trainer, run.monitor.summary())
+    assert told.startswith("loader-bound: 1")
 
 
 def test_a_short_run_with_workers_is_not_called_loader_bound(tmp_path):
     run = Known(tmp_path, max_epochs=2, limit_train_batches=2)
     run.data = Workers(run, persistent=False)
     run.fit()
-    assert run.monitor.advice(run.trainer) == "10.0 ms a batch, 0 % of it waiting for data."
+    assert (
+        run.monitor.advice(run.trainer, run.monitor.summary())
+        == "10.0 ms a batch, 0 % of it waiting for data."
+    )
 
 
 def test_a_step_of_accumulated_batches_counts_all_of_them(tmp_path):
     # optimizer steps after batches 3, 6, 9 and 11; the first two warm up
     run = Known(tmp_path, accumulate_grad_batches=3, log_every_n_steps=2)
     assert run.fit() == [(3, expected(5, 35, steps=2))]
+
+
+@pytest.mark.parametrize(("every", "steps_a_batch"), [(1, 2), (2, 1)])
+def test_a_module_that_steps_itself_has_its_own_optimizer_steps_counted(
+    tmp_path, every, steps_a_batch
+):
+    class StepsItself(Linear):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(super().training_step(batch, batch_idx))
+            if batch_idx % every == 0:
+                for _ in range(steps_a_batch):
+                    self.optimizers().step()
+
+    run = Known(tmp_path)
+    run.module = StepsItself(lambda: run.clock.advance(STEP))
+    # The windows of 2, 4 and 3 batches begin with the third.
+    steps = [1, 2, 2] if every == 2 else [4, 8, 6]
+    found = [row["step_ms"] for _, row in run.fit()]
+    batches = [2, 4, 3]
+    assert found == [
+        pytest.approx(1000 * count * (FETCH + STEP) / taken)
+        for count, taken in zip(batches, steps, strict=True)
+    ]
+
+
+def test_where_the_optimizer_takes_no_step_there_is_no_time_of_one(tmp_path):
+    class NeverSteps(Linear):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            super().training_step(batch, batch_idx)
+
+    run = Known(tmp_path)
+    run.module = NeverSteps(lambda: run.clock.advance(STEP))
+    rows = run.fit()
+    assert len(rows) == 3
+    assert all("step_ms" not in row and row["samples_per_sec"] > 0 for _, row in rows)
 
 
 def test_a_run_shorter_than_the_logging_interval_logs_at_its_end(tmp_path):
@@ -737,15 +782,26 @@ def test_a_network_that_cannot_be_counted_is_said_and_left_out(monkeypatch):
         assert mfu_per_sample_per_sec(cuda_trainer("16-mixed"), Linear(), "no tensor") is None
 
 
+def test_the_median_of_a_resumed_run_is_over_the_windows_of_all_its_starts(tmp_path):
+    run = Known(tmp_path)
+    run.fit()
+    name = "throughput/samples_per_sec"
+    facts = Summary("r", True, "cpu", "32-true", 1, parameters=5, epochs=1, steps=5)
+    result = RunResult(facts, config="", series={name: [(1, 1.0), (2, 3.0), (3, 2.0)]})
+    run.monitor.add_facts(run.trainer, result)
+    assert facts.metrics[name] == 2.0
+    # What no logger's file tells is of this start.
+    assert facts.metrics["throughput/step_ms"] == pytest.approx(15)
+
+
 # Advice
 
 
 def advice(datamodule: Any = None, devices: int = 1, **metrics: float) -> str:
     known = {"data_wait_pct": 1.0, "batches_per_sec": 100.0, **metrics}
     trainer: Any = SimpleNamespace(world_size=devices, datamodule=datamodule)
-    monitor = ThroughputMonitor()
-    monitor.windows = [{f"throughput/{name}": value for name, value in known.items()}]
-    return monitor.advice(trainer)
+    medians = {f"throughput/{name}": value for name, value in known.items()}
+    return ThroughputMonitor().advice(trainer, medians)
 
 
 def test_advice_says_what_was_measured():
@@ -768,14 +824,15 @@ def test_a_bound_loader_is_told_and_given_no_workers_that_may_make_it_slower():
 
 
 def test_a_run_that_measured_nothing_has_no_advice():
-    assert ThroughputMonitor().advice(cuda_trainer("32-true")) == ""
+    assert ThroughputMonitor().advice(cuda_trainer("32-true"), {}) == ""
     assert ThroughputMonitor().summary() == {}
 
 
 def test_a_run_gives_advice(tmp_path):
     run = Known(tmp_path)
     run.fit()
-    assert run.monitor.advice(run.trainer).startswith("loader-bound: 15.0 ms a batch, 33 % of it")
+    told = run.monitor.advice(run.trainer, run.monitor.summary())
+    assert told.startswith("loader-bound: 15.0 ms a batch, 33 % of it")
 
 
 def test_rows_logger_sees_scalars_only(tmp_path):

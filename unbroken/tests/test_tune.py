@@ -29,6 +29,8 @@ from unbroken.commands.tune.steps import CannotTrain, Measured, TrainingSteps
 from unbroken.errors import UserError, is_out_of_memory
 from unbroken.machine.hardware import GIB
 
+from tests.monitored import FakeClock
+
 SMALL = ["--data.source", "sample", "--data.train_samples", "2000", "--accelerator", "cpu"]
 
 
@@ -37,7 +39,7 @@ def fits_up_to(
 ) -> Callable[[int], Measured | None]:
     def measure(size: int) -> Measured | None:
         tried.append(size)
-        return Measured(size, step_ms(size)) if size <= largest else None
+        return Measured(size, step_ms(size), 1000 * size) if size <= largest else None
 
     return measure
 
@@ -79,7 +81,10 @@ def measured(rates: dict[int, float], samples: int | None) -> list[Measured]:
     """Sizes that were timed, with their samples per second."""
     return [
         Measured(
-            size, 1000 * size / rate, steps_per_epoch=None if samples is None else samples // size
+            size,
+            1000 * size / rate,
+            rate,
+            steps_per_epoch=None if samples is None else samples // size,
         )
         for size, rate in rates.items()
     ]
@@ -259,6 +264,30 @@ def test_tries_are_real_steps_at_that_batch_size_and_leave_the_weights_alone(
     assert os.listdir() == []  # the current folder
 
 
+@pytest.mark.parametrize("accumulated", [1, 2, 3])
+def test_the_speed_is_of_the_samples_that_were_seen(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch, accumulated: int
+) -> None:
+    """An epoch has a batch of 20 samples and one of 10; each takes a second."""
+    clock = FakeClock()
+    step = PlainModule.training_step
+
+    def timed_step(self: Any, batch: Any, index: int) -> Any:
+        clock.advance(1)
+        return step(self, batch, index)
+
+    monkeypatch.setattr(PlainModule, "training_step", timed_step)
+    monkeypatch.setattr("unbroken.commands.tune.steps.time", SimpleNamespace(perf_counter=clock))
+    monkeypatch.setattr("unbroken.commands.tune.steps.WINDOW_SECONDS", 2)
+    config = plain(PlainModule(), PlainData(20, samples=30))
+    steps = TrainingSteps(config, one_device_flags(config))
+    steps.flags["accumulate_grad_batches"] = accumulated
+    measured = steps.measure(20)
+    assert measured is not None
+    assert measured.samples_per_sec == 15
+    assert measured.steps_per_epoch == (2 if accumulated == 1 else 1)
+
+
 def test_a_mistake_in_the_model_is_its_own_error_and_not_a_lack_of_memory(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +339,7 @@ def test_a_size_that_cannot_train_says_nothing_about_memory() -> None:
         tried.append(size)
         if size == 16:
             raise CannotTrain("odd")
-        return Measured(size, 1.0) if size <= 40 else None
+        return Measured(size, 1.0, 1000.0) if size <= 40 else None
 
     tried: list[int] = []
     search = Search(measure)

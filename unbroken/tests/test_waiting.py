@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from unbroken.cli.trainer_flags import build_trainer
 from unbroken.machine import threads
 from unbroken.machine import waiting as module
 from unbroken.machine.waiting import Shares, Waiting, waiting
-from unbroken.run.progress import closing_lines
+from unbroken.run.progress import RunTimer, closing_lines
 
 from tests.commands import SMALL, checkpoint, command, facts_of_a_short_run, run, start, summary
 
@@ -209,6 +210,23 @@ def test_a_run_says_how_long_others_took_its_cores(tmp_path: Path) -> None:
     facts.busy_seconds = 3.2
     assert "trained 5.0 s; for 3 s other processes took cores" in closing_lines(facts, tmp_path)
     assert facts.to_plain()["busy_seconds"] == 3.2
+
+
+def test_what_others_took_is_added_up_over_the_parts_of_a_resumed_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept = {"seconds_slept": lambda: 2.0, "count_anew": lambda: None}
+    monkeypatch.setattr("unbroken.run.progress.waiting", SimpleNamespace(**slept))
+    trainer: Any = SimpleNamespace()
+    saved = {"seconds": 1.0}
+    for taken in (2.0, 4.0):
+        timer = RunTimer()
+        timer.load_state_dict(saved)
+        monkeypatch.setattr("unbroken.run.progress._first_line", lambda *_: [])
+        timer.on_train_start(trainer, trainer)
+        timer.on_train_end(trainer, trainer)
+        saved = timer.state_dict()
+        assert saved["busy_seconds"] == taken
 
 
 @pytest.mark.parametrize(

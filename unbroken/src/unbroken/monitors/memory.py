@@ -50,8 +50,8 @@ class MemoryMonitor(Monitor):
       validation. CUDA
     - ``memory/peak_reserved_pct``: the same as a share (0-100) of the device's memory. CUDA
 
-    Device metrics are the highest of a rank. The monitor warns of growth like a leak's, and adds
-    advice to an out-of-memory error.
+    Peaks of the run are the largest of all its starts. Device metrics are the highest of a rank.
+    The monitor warns of growth like a leak's, and adds advice to an out-of-memory error.
 
     Args:
         read: Sizes of a device's memory; default :func:`device_memory`.
@@ -112,6 +112,13 @@ class MemoryMonitor(Monitor):
         result.summary.metrics |= self.peaks
         result.breakdown = self.breakdown
         result.leaks = list(self.leaks.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"peaks": dict(self.peaks)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep what an earlier start has reached, too."""
+        self._keep_peaks(state_dict["peaks"])
 
     @never_ends_the_run
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

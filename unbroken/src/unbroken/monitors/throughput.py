@@ -21,7 +21,7 @@ from unbroken.loading.batch_size import batch_size_of
 from unbroken.loading.log_steps import is_log_step, is_optimizer_step, log_values, synchronize
 from unbroken.monitors.flops import mfu_per_sample_per_sec
 from unbroken.monitors.monitor import Monitor, never_ends_the_run
-from unbroken.results.run_result import RunResult
+from unbroken.results.run_result import RunResult, Series
 
 # The first steps of the optimizer compile, choose algorithms and fill caches.
 WARM_UP_STEPS = 2
@@ -32,6 +32,8 @@ LOADER_BOUND_PCT = 20.0
 FETCHING = ".train_dataloader_next"
 BEFORE_VALIDATION = ".on_validation_model_zero_grad"
 SAVING = "save_checkpoint"
+# How the names of what is logged here begin
+GROUP = "throughput/"
 
 
 class ThroughputMonitor(Monitor):
@@ -49,8 +51,8 @@ class ThroughputMonitor(Monitor):
     - ``throughput/samples_per_sec``: training samples per second, all devices together
     - ``throughput/device_samples_per_sec``: the same per device
     - ``throughput/batches_per_sec``: batches per second, all devices together
-    - ``throughput/step_ms``: milliseconds per optimizer step (with accumulation, of several
-      batches)
+    - ``throughput/step_ms``: milliseconds per optimizer step, as ``trainer.global_step`` counts
+      (with accumulation, of several batches; with manual optimization a batch may have several)
     - ``throughput/data_wait_pct``: share of the time (0-100) in which training waited for its next
       batch
     - ``throughput/mfu_pct``: model FLOPs utilization (PaLM, arXiv 2204.02311, appendix B): the
@@ -84,8 +86,9 @@ class ThroughputMonitor(Monitor):
         self._device = torch.device("cpu")
         self._is_measuring = False
         self._listening: _Listening | None = None
-        self._steps = 0  # of the optimizer, in this training
-        self._steps_to_log = 0  # of the optimizer, in the window
+        self._steps = 0  # in this training: batches at whose end the optimizer steps
+        self._steps_to_log = 0  # the same, in the window
+        self._global_step = 0  # optimizer steps at the end of the batch before
         self._warm_up: list[Window] = []  # a window for each step
         self._of_short_run: list[dict[str, float]] = []
         self._mfu_per_sample_per_sec: float | None = None
@@ -100,7 +103,7 @@ class ThroughputMonitor(Monitor):
     # What comes out of it
 
     def summary(self) -> dict[str, float]:
-        """Median over the windows of every metric that was measured."""
+        """Median over the windows of this training of every metric that was measured."""
         windows = self.windows or self._of_short_run
         values: dict[str, list[float]] = {}
         for window in windows:
@@ -108,11 +111,24 @@ class ThroughputMonitor(Monitor):
                 values.setdefault(name, []).append(value)
         return {name: statistics.median(values[name]) for name in sorted(values)}
 
-    def advice(self, trainer: Trainer) -> str:
+    def summary_of_run(self, series: Mapping[str, Series]) -> dict[str, float]:
+        """Median over the windows of all starts of a run, which ``series`` holds by metric; of a
+        metric that it lacks, over the windows of this training.
+        """
+        medians = self.summary()
+        for name, points in series.items():
+            if name.startswith(GROUP):
+                medians[name] = statistics.median(value for _, value in points)
+        return medians
+
+    def advice(self, trainer: Trainer, metrics: Mapping[str, float]) -> str:
         """Where a run's time went and what to try, in one or two sentences; empty if nothing was
         measured.
+
+        Args:
+            trainer: The Trainer that has trained.
+            metrics: The medians.
         """
-        metrics = self.summary()
         if not metrics:
             return ""
         waited = metrics["throughput/data_wait_pct"]
@@ -132,8 +148,9 @@ class ThroughputMonitor(Monitor):
 
     def add_facts(self, trainer: Trainer, result: RunResult) -> None:
         """Add the medians and the advice to the summary."""
-        result.summary.metrics |= self.summary()
-        result.summary.advice = self.advice(trainer)
+        medians = self.summary_of_run(result.series)
+        result.summary.metrics |= medians
+        result.summary.advice = self.advice(trainer, medians)
 
     # What it hears
 
@@ -151,6 +168,7 @@ class ThroughputMonitor(Monitor):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps = 0
         self._steps_to_log = 0
+        self._global_step = trainer.global_step
         self._begin(trainer)
 
     @never_ends_the_run
@@ -172,7 +190,7 @@ class ThroughputMonitor(Monitor):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        self._count(batch)
+        self._count(trainer, batch)
         # From here on every rank does the same, also one whose monitor is off: they gather what
         # they have measured.
         if not is_optimizer_step(trainer, batch_idx):
@@ -282,13 +300,15 @@ class ThroughputMonitor(Monitor):
         self._from_new_workers = new_workers(trainer, is_first_epoch=self._steps == 0)
 
     @never_ends_the_run
-    def _count(self, batch: Any) -> None:
+    def _count(self, trainer: Trainer, batch: Any) -> None:
+        before = self._global_step
+        self._global_step = trainer.global_step
+        self.window.steps += self._global_step - before
         self.window.batches += 1
         self.window.samples += samples_in(batch)
 
     @never_ends_the_run
     def _end_warm_up_step(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        self.window.steps = 1
         self._warm_up.append(self._next_window())
         if len(self._warm_up) == 1:
             self._mfu_per_sample_per_sec = mfu_per_sample_per_sec(trainer, pl_module, batch)
@@ -308,14 +328,12 @@ class ThroughputMonitor(Monitor):
         return ended
 
     @never_ends_the_run
-    def _end_window(self, steps: int) -> Window:
-        self.window.steps = steps
+    def _end_window(self) -> Window:
         return self._next_window()
 
     def _log_window(self, trainer: Trainer) -> None:
-        steps = self._steps_to_log
         self._steps_to_log = 0
-        logged = self._log(trainer, self._end_window(steps))
+        logged = self._log(trainer, self._end_window())
         if logged:
             self.windows.append(logged)
 
@@ -421,7 +439,9 @@ class Window:
 
     started: float  # the clock's reading (s) at its beginning; moved on by what was excluded
     batches: int = 0
-    steps: int = 0  # of the optimizer; fewer than batches with --accumulate_grad_batches
+    # Of the optimizer: fewer than batches with --accumulate_grad_batches; none, or several a batch,
+    # with manual optimization
+    steps: int = 0
     samples: int = 0  # 0 where a batch does not tell
     waited: float = 0.0  # seconds in which training waited for the next batch
     seconds: float = 0.0  # known at its end, as is the GPU's utilization
@@ -439,9 +459,11 @@ def rates(ranks: Sequence[Window]) -> dict[str, float]:
     waited = statistics.fmean(window.waited for window in ranks)
     metrics = {
         "throughput/batches_per_sec": sum(window.batches for window in ranks) / seconds,
-        "throughput/step_ms": 1000 * seconds / ranks[0].steps,
         "throughput/data_wait_pct": 100 * waited / seconds,
     }
+    steps = ranks[0].steps
+    if steps:
+        metrics["throughput/step_ms"] = 1000 * seconds / steps
     samples = sum(window.samples for window in ranks)
     if samples:
         metrics["throughput/samples_per_sec"] = samples / seconds

@@ -19,10 +19,10 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.nn.parameter import is_lazy
+from torch.utils.data import DataLoader, DistributedSampler
 from unbroken import contract
-from unbroken.loading.samplers import cut_of
+from unbroken.loading.samplers import cut_of, gives_a_share, is_stream, source_of
 from unbroken.machine.hardware import cpu
-from unbroken.machine.waiting import waiting
 from unbroken.mirror.store import without_password
 from unbroken.version import __version__
 
@@ -51,7 +51,7 @@ class Summary:
     data_source: str | None = None
     train_samples: int | None = None
     start_seconds: float | None = None  # from process start to the first step
-    # Seconds in which other processes took cores, so that threads slept as they waited
+    # Seconds of training in which other processes took cores, so that threads slept as they waited
     busy_seconds: float | None = None
     git_commit: str | None = None
     git_dirty: bool | None = None  # whether files differ from the commit, or are not under git
@@ -121,7 +121,6 @@ def summarize(trainer: Trainer, run_name: str, code: Path, finished: bool) -> Su
         git_commit=commit,
         git_dirty=is_dirty,
         hardware=processor_name(),
-        busy_seconds=round(waiting.seconds_slept(), 1) or None,
     )
 
 
@@ -146,24 +145,33 @@ def processor_name() -> str:
 
 
 def samples_of(loader: Any) -> int | None:
-    """Samples of a loader's dataset, None where it has no length (an ``IterableDataset``, several
-    loaders).
+    """Samples of a whole pass of a loader, on all ranks: as many as its sampler draws, with a rest
+    that ``drop_last`` leaves out.
+
+    None where nobody knows: several loaders, data without a length, batches that the user or the
+    dataset cuts, a sampler of the user's own that gives a rank its share.
     """
-    return sized_len(getattr(loader, "dataset", None))
+    if not isinstance(loader, DataLoader) or cut_of(loader).batch_size is None:
+        return None
+    source = source_of(loader)
+    if is_stream(loader.dataset) or isinstance(source, DistributedSampler):
+        return sized_len(loader.dataset)
+    return None if gives_a_share(source) else sized_len(source)
 
 
 def training_samples(trainer: Trainer) -> int | None:
-    """Samples that an epoch draws from: of the dataset, with ``--overfit_batches`` of its first
-    batches.
+    """Samples of an epoch, also where ``--limit_train_batches`` or ``--overfit_batches`` makes it
+    shorter. None where nobody knows.
     """
-    samples = samples_of(trainer.train_dataloader)
     loader = trainer.train_dataloader
-    overfits = trainer.overfit_batches  # type: ignore[attr-defined]
+    samples = samples_of(loader)
     batch_size = cut_of(loader).batch_size
-    if overfits and samples and batch_size is not None:
-        batches = int(trainer.num_training_batches)
-        return min(samples, batches * batch_size * trainer.world_size)
-    return samples
+    limit = trainer.limit_train_batches
+    # An int is a number of batches.
+    is_whole = isinstance(limit, float) and limit == 1.0
+    if samples is None or batch_size is None or is_whole:
+        return samples
+    return min(samples, int(trainer.num_training_batches) * batch_size * trainer.world_size)
 
 
 def parameter_count(trainer: Trainer, module: LightningModule) -> int:

@@ -56,6 +56,7 @@ class RunTimer(Callback):
     begun = False
     _started_at: float | None = None  # of this part; None outside of training
     _before = 0.0  # seconds of the parts that have ended
+    _busy_before = 0.0  # of these, seconds in which other processes took cores
     _is_test = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -76,12 +77,14 @@ class RunTimer(Callback):
                 self.start_seconds = time.time() - psutil.Process().create_time()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._busy_before = self.busy_seconds
         self._before = self.fit_seconds
         self._started_at = None
 
     def add_facts(self, trainer: Trainer, result: RunResult) -> None:
         """Add the seconds."""
         result.summary.fit_seconds = self.fit_seconds
+        result.summary.busy_seconds = round(self.busy_seconds, 1) or None
         result.summary.start_seconds = self.start_seconds
 
     @property
@@ -91,13 +94,21 @@ class RunTimer(Callback):
             return self._before
         return self._before + time.perf_counter() - self._started_at
 
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds of it in which other processes took cores."""
+        if self._started_at is None:
+            return self._busy_before
+        return self._busy_before + waiting.seconds_slept()
+
     def state_dict(self) -> dict[str, float]:
-        return {"seconds": self.fit_seconds}
+        return {"seconds": self.fit_seconds, "busy_seconds": self.busy_seconds}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         # The test at a run's end loads best.ckpt, whose epoch ended earlier than the run.
         if not self._is_test:
             self._before = float(state_dict["seconds"])
+            self._busy_before = float(state_dict.get("busy_seconds", 0.0))
 
 
 def _first_line(trainer: Trainer, module: LightningModule) -> list[str]:

@@ -104,7 +104,7 @@ class SavedRun:
         except NotRead as error:
             self.left_out.append(f"{self.name}/{name} {error}, and is not read")
         except UNREADABLE:
-            self.settings[RESUMED_WITH] = "; ".join(changes)
+            pass
         return otherwise
 
     def _read_summary(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import math
 import statistics
 import sys
 import time
@@ -17,6 +18,7 @@ from unbroken.loading.batch_size import set_batch_size
 from unbroken.loading.log_steps import synchronize
 from unbroken.machine import hardware
 from unbroken.machine.live_memory import LiveMemory
+from unbroken.monitors.throughput import samples_in
 from unbroken.results.facts import samples_of
 
 # The steps in which the CPU's memory is counted. A compiled network runs eagerly in them.
@@ -39,18 +41,16 @@ class Measured:
     """What training at one batch size took."""
 
     batch_size: int
+    # Of an optimizer step, which has several batches where gradients are accumulated.
     step_ms: float
-    # Of the windows: (largest − smallest) / median.
+    # Of one device: the samples that were seen, also where the last batch of an epoch is smaller.
+    samples_per_sec: float
+    # Of the speeds of the windows: (largest − smallest) / median.
     spread_pct: float = 0.0
     # None where the device does not tell.
     peak_allocated_gib: float | None = None
     # Optimizer steps; None for data of unknown length.
     steps_per_epoch: int | None = None
-
-    @property
-    def samples_per_sec(self) -> float:
-        """Of one device."""
-        return 1000 * self.batch_size / self.step_ms
 
 
 class Clock(ShortTraining):
@@ -60,17 +60,25 @@ class Clock(ShortTraining):
     The warm-up steps are windows of one step that do not count. Memory peaks in the second step,
     when gradients and optimizer state exist. From then on the CPU's memory is no longer counted,
     because counting slows steps down.
+
+    Args:
+        limit_bytes: The memory that may be used; None: all.
+        batch_size: Samples of a batch that does not tell how many it has.
     """
 
-    def __init__(self, limit_bytes: int | None) -> None:
+    def __init__(self, limit_bytes: int | None, batch_size: int) -> None:
         super().__init__()
         self.memory = LiveMemory(limit_bytes)
-        # Milliseconds per step, of each window.
+        self.batch_size = batch_size
+        # Of each window: milliseconds per step, and samples per second.
         self.step_ms: list[float] = []
-        # The window that is under way: when it began, the steps before it, the steps in it.
+        self.samples_per_sec: list[float] = []
+        # The window that is under way: when it began, the steps before it, the steps in it, and the
+        # samples that it has seen.
         self._began = 0.0
         self._first = 0
         self._length = 1
+        self._samples = 0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -87,6 +95,12 @@ class Clock(ShortTraining):
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
 
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._samples += samples_in(batch) or self.batch_size
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
     def after_step(self, trainer: Trainer) -> None:
         if self.steps_done == COUNTED_STEPS:
             self.memory.close()
@@ -98,11 +112,13 @@ class Clock(ShortTraining):
         step_seconds = (now - self._began) / self._length
         if self.steps_done > WARM_UP_STEPS:
             self.step_ms.append(1000 * step_seconds)
+            self.samples_per_sec.append(self._samples / (now - self._began))
             trainer.should_stop = len(self.step_ms) == WINDOWS
         if self.steps_done >= WARM_UP_STEPS:
             self._length = max(1, int(WINDOW_SECONDS / step_seconds))
         self._began = now
         self._first = self.steps_done
+        self._samples = 0
 
 
 class TrainingSteps:
@@ -164,7 +180,7 @@ class TrainingSteps:
             torch.get_device_module(device).empty_cache()
 
     def _train(self, batch_size: int) -> Measured | None:
-        clock = Clock(self.memory_limit_bytes)
+        clock = Clock(self.memory_limit_bytes, batch_size)
         module = self.config.fresh_module()
         try:
             with contextlib.closing(clock.memory):
@@ -176,20 +192,24 @@ class TrainingSteps:
                 return None
             words = " ".join(f"{type(error).__name__}: {error}".split())
             raise CannotTrain(words[:LONGEST_REASON]) from error
-        median = statistics.median(clock.step_ms)
+        speeds = clock.samples_per_sec
+        median = statistics.median(speeds)
         return Measured(
             batch_size=batch_size,
-            step_ms=median,
-            spread_pct=100 * (max(clock.step_ms) - min(clock.step_ms)) / median,
+            step_ms=statistics.median(clock.step_ms),
+            samples_per_sec=median,
+            spread_pct=100 * (max(speeds) - min(speeds)) / median,
             peak_allocated_gib=peak_gib(trainer.strategy.root_device, clock.memory),
-            steps_per_epoch=self._steps_per_epoch(batch_size),
+            steps_per_epoch=steps_per_epoch(trainer),
         )
 
-    def _steps_per_epoch(self, batch_size: int) -> int | None:
-        if self.training_samples is None:
-            return None
-        samples_per_step = batch_size * self.flags["accumulate_grad_batches"]
-        return max(1, self.training_samples // samples_per_step)
+
+def steps_per_epoch(trainer: Trainer) -> int | None:
+    """Optimizer steps of an epoch, the last one too; None for data of unknown length."""
+    batches = trainer.num_training_batches
+    if not math.isfinite(batches):
+        return None
+    return math.ceil(batches / trainer.accumulate_grad_batches)
 
 
 def peak_gib(device: torch.device, memory: LiveMemory) -> float | None:
