@@ -101,7 +101,6 @@ def test_report_shows_figures_curves_configuration_and_origin_of_the_run() -> No
         "MiB on one device",
     ):
         assert label in text
-    assert "cross-entropy (nats)" in text
     assert facts["command"] in text
     assert facts["git_commit"] in text
     assert all(version in text for version in facts["versions"].values())
@@ -264,6 +263,12 @@ def test_any_modules_curves_share_charts_units_and_colours(
         "acc": (["validation"], "fraction"),
         "own": (["own"], "own"),
     }
+    drawn.clear()
+    # A module may log percent.
+    record.series["val/accuracy"] = record.series["val/acc"] = [(0, 10.0), (3, 42.0)]
+    page.render(record)
+    assert drawn["acc"] == (["validation"], "acc")
+    assert drawn["Accuracy"] == (["validation"], "accuracy")
     assert all(len(each) == 1 for each in colours.values())
     assert colours["train"] == colours["train, each step"] != colours["validation"]
 
@@ -576,6 +581,19 @@ def test_a_curve_within_epochs_has_no_peak_at_their_ends_where_the_mean_of_the_e
         (9, 0.5),
         (14, 0.3),
     ]
+
+
+@pytest.mark.parametrize(
+    ("earlier", "value", "shown"),
+    [([0.1, 0.9], 0.875, "87.50 %"), ([10.0, 42.0], 42.0, "42"), ([10.0, 42.0], 0.9, "0.9")],
+)
+def test_an_accuracy_is_shown_in_percent_where_it_is_a_fraction(
+    earlier: list[float], value: float, shown: str
+) -> None:
+    record = record_of()
+    record.series = {"val_accuracy": list(enumerate(earlier))}
+    assert page.figure_of("test/accuracy", value, record) == shown
+    assert page.figure_of("test/loss", value, record) == f"{value:.4g}"
 
 
 def test_a_long_line_is_thinned_and_keeps_its_mean_and_ends() -> None:

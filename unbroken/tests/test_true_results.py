@@ -12,17 +12,25 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from numerals.fit import job
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from unbroken import ExactCheckpoint
 from unbroken.commands.sweep.space import Space
 from unbroken.commands.sweep.trials import RunningTrial
 from unbroken.loggers.wandb import send_result
-from unbroken.results.facts import Summary
-from unbroken.results.run_result import RunResult
-from unbroken.run.final_test import as_test
+from unbroken.results.facts import Summary, training_samples
+from unbroken.results.run_result import RunResult, read_epochs, read_series
+from unbroken.run.final_test import as_test, final_test
+from unbroken.run.run_record import RunRecord
 from unbroken.run.wrong_numbers import holds_finite_weights
 
 from tests.commands import SMALL, checkpoint
+from tests.monitored import make_trainer
 from tests.plain_module import Dies, Regression
 
 STEPS = 6
@@ -158,11 +166,95 @@ def test_a_best_of_training_outlasts_another_validation(workplace: Path) -> None
     assert (keep.best.epoch, keep.best.score) == (0, 0.0)
 
 
+POINTS = TensorDataset(torch.zeros(100, 1))
+BY_EIGHT = partial(DataLoader, POINTS, 8)
+LOADERS = [
+    (BY_EIGHT(drop_last=True), 100),
+    (BY_EIGHT(sampler=WeightedRandomSampler(torch.ones(100), 300)), 300),
+    (BY_EIGHT(sampler=SubsetRandomSampler(range(40))), 40),
+    (BY_EIGHT(sampler=DistributedSampler(POINTS, 3, 0)), 100),
+    # Nobody knows how many samples these batches have.
+    (DataLoader(POINTS, batch_size=None), None),
+    (DataLoader(POINTS, batch_sampler=[[0, 1], [2]]), None),
+    ([BY_EIGHT(), BY_EIGHT()], None),
+]
+
+
+@pytest.mark.parametrize(("loader", "samples"), LOADERS)
+def test_the_samples_of_an_epoch_are_those_that_are_drawn(loader: Any, samples: int | None) -> None:
+    facts = {"train_dataloader": loader, "world_size": 2}
+    whole: Any = SimpleNamespace(**facts, limit_train_batches=1.0)
+    assert training_samples(whole) == samples
+    limited: Any = SimpleNamespace(**facts, limit_train_batches=1, num_training_batches=1)
+    assert training_samples(limited) == (None if samples is None else 16)
+
+
 def test_a_result_of_the_test_takes_no_other_ones_place() -> None:
     logged = {"val_acc", "train_loss"}
     assert as_test("val_acc", logged) == "test/val_acc"
     assert as_test("test_acc", logged) == "test_acc"
     assert as_test("precision", logged) == "precision"
+    # Also where no validation ran
+    assert as_test("val_acc") == "test/val_acc"
+
+
+def test_loggers_get_the_results_of_the_test_under_their_own_names(workplace: Path) -> None:
+    class TestsAsItValidates(Regression):
+        test_step = Regression.validation_step
+        test_dataloader = Regression.val_dataloader
+
+    trainer, rows = make_trainer(workplace)
+    module: Any = TestsAsItValidates()
+    trainer.fit(module)
+    before = len(rows.rows)
+    config: Any = SimpleNamespace(module=module, datamodule=None)
+    result = final_test(trainer, config, None)
+    assert result.keys() == {"test/val_loss"}
+    ((_, logged),) = rows.rows[before:]
+    assert logged == {**result, "epoch": 1}
+    rows.log_metrics({"val_loss": 1.0})
+    assert rows.rows[-1][1] == {"val_loss": 1.0}
+
+
+def test_a_row_without_an_epoch_is_of_the_moment_of_the_row_before(tmp_path: Path) -> None:
+    # A module that logs "step" has Lightning log its values under it, and without an epoch.
+    lines = ["step,epoch,train_loss,val_x", "9,0,0.5,", "0,,,7.0", "19,1,0.4,", "1,,,8.0"]
+    path = tmp_path / "metrics.csv"
+    path.write_text("".join(f"{line}\n" for line in lines))
+    assert read_series(path, 2)["val_x"] == [(9, 7.0), (19, 8.0)]
+    shown = [{"epoch": 1, "train_loss": 0.5, "val_x": 7.0}]
+    assert read_epochs(path, 1) == shown
+    goal: Any = SimpleNamespace(goal="minimize")
+    space = SimpleNamespace(metric="val_x", best=partial(Space.best, goal))
+    trial: Any = SimpleNamespace(space=space, folder=tmp_path)
+    assert RunningTrial.scores(trial, RunningTrial.rows(trial)) == {0: 7.0, 1: 8.0}
+    path.write_text("step,val_x\n5,7.0\n")
+    assert RunningTrial.scores(trial, RunningTrial.rows(trial)) == {0: 7.0}
+
+
+def test_a_checkpoints_record_has_the_metrics_of_its_own_weights(workplace: Path) -> None:
+    (workplace / "r").mkdir()
+    record = RunRecord(workplace / "r", "id1", {}, workplace)
+    trainer, _ = make_trainer(workplace, record, max_epochs=2)
+    saved: dict[str, Any] = {}
+
+    class Saves(Dear):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx < 2:
+                trainer.save_checkpoint(workplace / "any.ckpt")
+                name = (self.current_epoch, batch_idx)
+                saved[name] = checkpoint(workplace / "any.ckpt")["run"]["metrics"].keys()
+
+        def on_train_end(self) -> None:
+            trainer.save_checkpoint(workplace / "any.ckpt")
+            saved["end"] = checkpoint(workplace / "any.ckpt")["run"]["metrics"].keys()
+
+    trainer.fit(Saves())
+    assert saved[1, 0] >= {"val_loss", "val_fid"}
+    assert not saved[1, 1], "these weights were not validated"
+    # val_fid is that of the first epoch.
+    assert "val_loss" in saved["end"]
+    assert "val_fid" not in saved["end"]
 
 
 def test_a_trials_value_of_an_epoch_is_its_best() -> None:

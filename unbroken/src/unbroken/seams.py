@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from unbroken.errors import UserError
@@ -38,6 +39,7 @@ SEAMS: list[tuple[Any, str]] = [
     (Strategy, "load_checkpoint"),
     (Precision, "convert_input"),
     (dist, "all_gather"),
+    (Logger, "log_metrics"),
 ]
 
 
@@ -156,6 +158,15 @@ class Seams:
                 if is_empty and hook not in vars(callback):
                     self._replace(callback, hook, None)
 
+    def name_in_loggers(self, name_of: Callable[[str], str]) -> None:
+        """Loggers get each metric under the name that ``name_of`` gives for its own.
+
+        Lightning hands them what a test logs under the names of a validation where both are one
+        method, and has no hook before it.
+        """
+        for logger in self._trainer.loggers:
+            self._replace(logger, "log_metrics", _renaming(logger.log_metrics, name_of))
+
     def put_back(self) -> None:
         """Let every object have the methods again that it had before."""
         for owner, name, before in reversed(self._replaced):
@@ -170,3 +181,10 @@ class Seams:
         before = vars(owner).get(name)
         setattr(owner, name, method)
         self._replaced.append((owner, name, before))
+
+
+def _renaming(log: Callable[..., None], name_of: Callable[[str], str]) -> Callable[..., None]:
+    def log_metrics(metrics: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        log({name_of(name): value for name, value in metrics.items()}, *args, **kwargs)
+
+    return log_metrics

@@ -158,6 +158,9 @@ def csv_cell(value: Any) -> Any:
 def read_rows(path: Path, is_bounded: bool = False) -> Iterator[dict[str, float]]:
     """The rows of a ``metrics.csv``, without empty cells; none where there is no file.
 
+    A row without an epoch was logged under a number of the module's own, as by ``self.log("step",
+    ...)``. It is given the optimizer step and the epoch of the row before it.
+
     Args:
         path: The file.
         is_bounded: Whether it may be a stranger's, and is not read where it is very large.
@@ -166,9 +169,13 @@ def read_rows(path: Path, is_bounded: bool = False) -> Iterator[dict[str, float]
         cells = Cells(path, is_bounded)
     except FileNotFoundError:
         return
-    for row in cells:
-        pairs = zip(cells.names, row, strict=True)
-        yield {name: float(text) for name, text in pairs if text}
+    moment: dict[str, float] = {}
+    for cells_of_row in cells:
+        pairs = zip(cells.names, cells_of_row, strict=True)
+        row = {name: float(text) for name, text in pairs if text}
+        if "epoch" in row:
+            moment = {name: row[name] for name in ("step", "epoch") if name in row}
+        yield row | moment
 
 
 def format_table(rows: Sequence[Row]) -> str:

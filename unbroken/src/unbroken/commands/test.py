@@ -17,9 +17,10 @@ from unbroken.cli.trainer_flags import build_trainer, trainer_flags
 from unbroken.cli.typed import CommandLine
 from unbroken.commands.program_of import program_of
 from unbroken.errors import UserError
+from unbroken.loading.samplers import cut_of
 from unbroken.mirror.store import is_address, without_password
 from unbroken.results.facts import beside_facts, device_name, samples_of
-from unbroken.run.final_test import float32_products, lacks_for_test
+from unbroken.run.final_test import as_test, float32_products, lacks_for_test
 from unbroken.run_folder import ROOT, find_checkpoint
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import decided_by_rank_zero, is_rank_zero, say
@@ -62,7 +63,7 @@ def main(package: str, argv: list[str]) -> int:
     }
     metrics: dict[str, Any] = {}
     for of_one_loader in found:
-        metrics |= of_one_loader
+        metrics |= {as_test(name): value for name, value in of_one_loader.items()}
     facts |= beside_facts(facts, metrics)
     if is_rank_zero():
         if output is not None:
@@ -96,7 +97,14 @@ def build(loaded: Loaded) -> Trainer:
 
 
 def tested_samples(trainer: Trainer) -> int | None:
-    """Samples of the test set; None where only a part of it was tested, or it has no length."""
+    """Samples that were tested; None where only a part of the test set was tested, or nobody knows
+    how many it has.
+    """
     limit = trainer.limit_test_batches
     is_whole = isinstance(limit, float) and limit == 1.0  # an int is a number of batches
-    return samples_of(trainer.test_dataloaders) if is_whole else None
+    loader = trainer.test_dataloaders
+    samples = samples_of(loader)
+    batch_size, drops_last = cut_of(loader)
+    if samples is None or batch_size is None or not is_whole:
+        return None
+    return samples - samples % batch_size if drops_last else samples

@@ -3,7 +3,7 @@
 import base64
 import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,11 @@ MOST_PIXELS = 96
 MOST_OTHERS = 24
 # Epochs in the table: of more, the last ones
 MOST_EPOCHS_LISTED = 200
+# The unit of a metric whose name says so, if its values are such: a module may log percent.
+FRACTION = "fraction"
+NAMES_OF_FRACTIONS = ("accuracy", "acc", "f1", "precision", "recall", "auroc", "iou", "dice")
 # The end of a metric's name → its unit. Any other metric is its own unit.
-UNITS = {
-    "accuracy": "fraction",
-    "acc": "fraction",
-    "f1": "fraction",
-    "precision": "fraction",
-    "recall": "fraction",
-    "auroc": "fraction",
-    "iou": "fraction",
-    "dice": "fraction",
-    "lr": "learning rate",
-}
+UNITS = {**dict.fromkeys(NAMES_OF_FRACTIONS, FRACTION), "lr": "learning rate"}
 # Lightning's names of one metric that is logged at each step and at the end of each epoch
 MOMENTS = {"_step": ", each step", "_epoch": ""}
 # Classes that are listed with their accuracy, the worst ones
@@ -83,10 +76,27 @@ def render(record: RunResult, deadline: float | None = None, samples: Sequence[S
         epochs=record.epochs[-MOST_EPOCHS_LISTED:],
         epoch_columns=sorted(columns_of(record.epochs), key=place_in_table),
         cell=format_cell,
+        figure=lambda metric, value: figure_of(metric, value, record),
         split_of=split_of,
         parts=PARTS,
         timedelta=timedelta,
     )
+
+
+def figure_of(metric: str, value: float, record: RunResult) -> str:
+    """A result as the page shows it: an accuracy in percent where all its values in the run are
+    fractions, any other metric as it is.
+    """
+    _, kind = split_of(metric)
+    known = [record.series[name] for name in record.series if split_of(as_ours(name))[1] == kind]
+    if metric.endswith("accuracy") and are_fractions([*known, [(0, value)]]):
+        return f"{100 * value:.2f} %"
+    return f"{value:.4g}"
+
+
+def are_fractions(lines: Iterable[Series]) -> bool:
+    """Whether all values of these series lie between 0 and 1."""
+    return all(0 <= value <= 1 for series in lines for _, value in series)
 
 
 def label_of(target: int | float | None, record: RunResult) -> str:
@@ -168,8 +178,8 @@ class Charts:
                         lines[label + moment_of(name)] = self.record.series[name]
             if lines and panel.in_report:
                 unit = panel.unit or panel.title.lower()
-                if panel.title == "Loss" and self.record.confusion is not None:
-                    unit = "cross-entropy (nats)"
+                if unit == FRACTION and not are_fractions(lines.values()):
+                    unit = panel.title.lower()
                 self._add_curves(panel.section, panel.title, lines, unit, panel.axis)
 
     def _add_memory(self) -> None:
@@ -180,7 +190,10 @@ class Charts:
     def _add_other_metrics(self) -> None:
         for title, lines in list(other_metrics(self.record).items())[:MOST_OTHERS]:
             word = title.replace("/", "_").rpartition("_")[2].lower()
-            self._add_curves(OTHERS, title, lines, UNITS.get(word, title), "fitting")
+            unit = UNITS.get(word, title)
+            if unit == FRACTION and not are_fractions(lines.values()):
+                unit = title
+            self._add_curves(OTHERS, title, lines, unit, "fitting")
 
     def _add_predictions(self) -> None:
         record = self.record

@@ -2,8 +2,9 @@
 on any device.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from unbroken.cli.cli import Configuration
 from unbroken.cli.refusals import RESTORING, modules_of
 from unbroken.cli.trainer_flags import reading_only
 from unbroken.errors import UserError
+from unbroken.loggers.metrics_csv import FIRST
+from unbroken.results.run_result import split_of
+from unbroken.seams import Seams
 from unbroken.stopping.ranks import say
 from unbroken.storage.checkpoint_files import read
 from unbroken.storage.seals import fingerprint, is_own
@@ -31,7 +35,8 @@ class NotTested(Exception):
 
 def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) -> dict[str, float]:
     """Metrics of the best weights on the test set; empty where nothing can be tested. One whose
-    name the training has logged, too, is called ``test/NAME``.
+    name the training has logged, too, or that is a validation's, is called ``test/NAME``, here and
+    in all loggers.
 
     Args:
         trainer: The Trainer that has trained.
@@ -42,7 +47,7 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
         NotTested: The test set or the best checkpoint allows no test.
     """
     module = config.module
-    logged_before = set(trainer.callback_metrics)
+    named_as_test = partial(as_test, logged_before=set(trainer.callback_metrics))
     if lacks_for_test(module, config.datamodule):
         return {}
     if isinstance(trainer.strategy, FSDPStrategy):
@@ -55,7 +60,11 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
         module.float()
     try:
         # Eagerly: for one pass a compiled network would be compiled once more.
-        with float32_products(), torch.compiler.set_stance("force_eager"):
+        with (
+            float32_products(),
+            torch.compiler.set_stance("force_eager"),
+            named_in_loggers(trainer, named_as_test),
+        ):
             found = trainer.test(
                 module,
                 datamodule=config.datamodule,
@@ -79,14 +88,26 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
             f"{best_path.name} does not fit the module as training has left it ({reason})."
         ) from None
     results = {name: float(value) for metrics in found for name, value in metrics.items()}
-    return {as_test(name, logged_before): value for name, value in results.items()}
+    return {named_as_test(name): value for name, value in results.items()}
 
 
-def as_test(name: str, logged_before: Collection[str]) -> str:
-    """The name of a result of the test. Where a validation has logged one of this name, as a method
-    that is both does, it is no other one's: ``test/NAME``.
+def as_test(name: str, logged_before: Collection[str] = ()) -> str:
+    """The name of a result of the test. Where it is that of a validation, or was logged in
+    training, as a method that is both does, the result is no other one's: ``test/NAME``.
     """
-    return f"test/{name}" if name in logged_before else name
+    is_of_another = name in logged_before or split_of(name)[0] == "val"
+    return f"test/{name}" if is_of_another and name not in FIRST else name
+
+
+@contextmanager
+def named_in_loggers(trainer: Trainer, name_of: Callable[[str], str]) -> Iterator[None]:
+    """Inside, the loggers of a Trainer get each metric under the name that ``name_of`` gives."""
+    seams = Seams(trainer)
+    try:
+        seams.name_in_loggers(name_of)
+        yield
+    finally:
+        seams.put_back()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from unbroken import contract
 from unbroken.cli.cli import differences
 from unbroken.cli.plain_values import dump_yaml
 from unbroken.errors import printable
+from unbroken.parts.metrics import logged_since
 from unbroken.results.facts import command_line, git, versions
 from unbroken.results.run_result import RunResult
 from unbroken.run_folder import RUN_ID, point_latest_at
@@ -34,7 +35,7 @@ class RunRecord(Callback):
       Not earlier: a run that cannot start changes nothing of older ones.
       ``config.yaml`` says of each setting that was changed at a resume from which step on.
     - In each checkpoint, under ``run``: name, id, configuration and its changes, versions, data,
-      precision, metrics.
+      precision, and the metrics that the validation of its weights has logged.
 
     It stands before the callback that saves checkpoints in the list of callbacks.
 
@@ -64,23 +65,33 @@ class RunRecord(Callback):
         self._resumes = False
         self._has_written = False  # config.yaml
         self._notes: list[str] = []
+        # The step of the newest validation, and the latest values as it began
+        self._validation: tuple[int | None, dict[str, Any]] = (None, {})
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._make_again(trainer)
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         checkpoint.setdefault(RUN_KEY, {}).update(
             self.facts,
             epoch=trainer.current_epoch,
             global_step=trainer.global_step,
-            metrics=metrics,
+            metrics=self._metrics_of_weights(trainer),
             data_source=data.data_source if isinstance(data, contract.NamesSource) else None,
             data=data.description() if contract.describes_data(data) else {},
             precision=trainer.precision,
             world_size=trainer.world_size,
         )
+
+    def _metrics_of_weights(self, trainer: Trainer) -> dict[str, float]:
+        """What was logged since the validation of the present weights began; nothing where a step
+        was trained after it.
+        """
+        step, before = self._validation
+        if step != trainer.global_step:
+            return {}
+        return {name: float(value) for name, value in logged_since(before, trainer).items()}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -124,6 +135,7 @@ class RunRecord(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._make_again(trainer)
+        self._validation = (trainer.global_step, dict(trainer.callback_metrics))
 
     def add_facts(self, trainer: Trainer, result: RunResult) -> None:
         """Note that the folder was deleted."""

@@ -102,14 +102,14 @@ class RunningTrial:
         self.process.terminate()
 
     def rows(self) -> list[dict[str, float]]:
-        """The rows of metrics.csv that belong to an epoch. What somebody else has left there counts
-        as none, until ``fit`` replaces it.
+        """The rows of metrics.csv; those before any tells an epoch are of the first. What somebody
+        else has left there counts as none, until ``fit`` replaces it.
         """
         try:
             rows = list(read_rows(self.folder / "metrics.csv", is_bounded=True))
         except UNREADABLE:
             return []
-        return [row for row in rows if "epoch" in row]
+        return [{"epoch": 0.0, **row} for row in rows]
 
     def scores(self, rows: list[dict[str, float]]) -> dict[int, float]:
         """The best value of the metric in each epoch that has one, by the epoch's number: a run
