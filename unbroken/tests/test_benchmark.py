@@ -90,7 +90,7 @@ def test_a_case_that_the_table_chose_itself_is_left_out_where_it_fails(
             raise RuntimeError("CUDA out of memory")
         run = RunClock()
         run.names = {"device": "cpu", "network": "MLP"}
-        run.batches = 2
+        run.samples = 256
         run.train_samples = 256
         run.epochs = [Epoch(1.0, 1.0)]
         return run
@@ -374,7 +374,18 @@ def test_an_epoch_is_timed_whatever_limits_were_typed() -> None:
     config = configure(fit, "benchmark", [*SMALL, "--data.batch_size", "128", "--max_steps", "1"])
     run = run_epochs(config, 2, bare=True)
     assert [epoch.epoch_s >= epoch.train_s > 0 for epoch in run.epochs] == [True, True]
-    assert (run.batches, run.train_samples) == (2, 256)
+    assert (run.samples, run.train_samples) == (256, 256)
+
+
+def test_the_samples_of_a_smaller_last_batch_are_those_that_it_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    images = torch.zeros(130, 1, 28, 28, dtype=torch.uint8)
+    data = TensorDataset(images, torch.zeros(130, dtype=torch.long))
+    config = configure(fit, "benchmark", SMALL)
+    monkeypatch.setattr(config.datamodule, "train_dataloader", lambda: DataLoader(data, 100))
+    run = run_epochs(config, 2, bare=True)
+    assert (run.samples, run.train_samples) == (130, 130)
 
 
 def test_an_epoch_ends_after_its_checkpoint_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:

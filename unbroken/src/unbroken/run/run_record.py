@@ -53,7 +53,7 @@ class RunRecord(Callback):
         self.folder = folder
         self.code = code
         self.config = config
-        self.facts = {
+        self.facts: dict[str, Any] = {
             "run_name": folder.name,
             "run_id": run_id,
             "config": config,
@@ -182,7 +182,7 @@ def _deleted(epoch: int) -> str:
 
 
 def write_config(
-    folder: Path, config: dict[str, Any], code: Path, changes: Sequence[str] = ()
+    folder: Path, config: dict[str, Any], code: Path, resumed_with: Sequence[str] = ()
 ) -> None:
     """Write the configuration, whose ``--config`` repeats the run, and how the code differs from
     its commit.
@@ -191,10 +191,10 @@ def write_config(
         folder: The run's folder.
         config: Every setting as a plain value.
         code: The folder of the package that trains.
-        changes: A line for each setting that was changed at a resume, such as
+        resumed_with: A line for each setting that was changed at a resume, such as
             ``step 20: model.lr: 0.1 → 0.02``.
     """
-    comments = "".join(f"# {line}\n" for line in [command_line(), *changes])
+    comments = "".join(f"# {line}\n" for line in [command_line(), *resumed_with])
     write_atomically(f"{comments}{dump_yaml(config)}", folder / "config.yaml")
     changes = git(code, "status", "--porcelain")
     if changes:

@@ -17,8 +17,10 @@ from unbroken.cli.cli import Configuration
 from unbroken.cli.trainer_flags import build_trainer, trainer_flags
 from unbroken.errors import UserError, require
 from unbroken.loading import ExactLoading
+from unbroken.loading.batch_size import batch_size_of
 from unbroken.loading.log_steps import synchronize
 from unbroken.monitors.memory import MemoryMonitor
+from unbroken.monitors.throughput import samples_in
 from unbroken.results.facts import device_name, network_of, samples_of
 from unbroken.run.job import Job
 from unbroken.run_folder import RunFolder
@@ -68,8 +70,8 @@ class RunClock(Callback):
         self.memory: dict[str, float] = {}
         # The names of device and network.
         self.names: dict[str, str] = {}
-        # Batches per epoch.
-        self.batches = 0
+        # Samples that this epoch has trained on.
+        self.samples = 0
         # None where the loader does not tell.
         self.train_samples: int | None = None
         # 0-1, of the last validation; None where it was not logged.
@@ -83,11 +85,14 @@ class RunClock(Callback):
         self._end_epoch(trainer)
         if self.turn is not None:
             self.turn.recv()
+        self.samples = 0
         self._began = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        # A batch of another kind does not tell how many it has.
+        self.samples += samples_in(batch) or batch_size_of(trainer.datamodule) or 0  # type: ignore[attr-defined]
         if batch_idx + 1 == trainer.num_training_batches:
             synchronize(trainer.strategy.root_device)
             self._train_s = time.perf_counter() - self._began
@@ -99,7 +104,6 @@ class RunClock(Callback):
             "device": device_name(trainer),
             "network": type(network_of(pl_module)).__name__,
         }
-        self.batches = int(trainer.num_training_batches)
         self.train_samples = samples_of(trainer.train_dataloader)
         self.accuracy = trainer.callback_metrics.get("val/accuracy")
 

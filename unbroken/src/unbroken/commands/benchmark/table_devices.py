@@ -168,11 +168,10 @@ def cases_of(network: str, device: str, options: Namespace) -> list[Case]:
 
 def row_of(case: Case, runs: Sequence[real_runs.RunClock]) -> dict[str, Any]:
     """What the runs of one case have shown."""
-    size = case.batch_size
-    row: dict[str, Any] = {**runs[0].names, "precision": case.precision, "batch_size": size}
+    facts = {"precision": case.precision, "batch_size": case.batch_size}
+    row: dict[str, Any] = {**runs[0].names, **facts}
     train_samples = runs[0].train_samples
-    samples = runs[0].batches * min(size, train_samples or size)
-    speeds = [samples / run.epochs[-1].train_s for run in runs]
+    speeds = [run.samples / run.epochs[-1].train_s for run in runs]
     row |= timing.median_and_spread("samples_per_sec", speeds)
     if train_samples is not None:
         # Without validation.
