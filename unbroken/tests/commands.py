@@ -58,6 +58,8 @@ CPU2 = ["--devices", "2", "--accelerator", "cpu", "--strategy", "ddp"]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 # Columns that begin with these words measure this machine, not the training.
 TIMED = ("throughput/", "memory/")
+# The callbacks whose states measure it
+MEASURING = ("RunTimer", "MemoryMonitor")
 
 
 def command(module: str, *arguments: str) -> list[str]:
@@ -437,7 +439,8 @@ def without_measured(state: dict[str, Any]) -> dict[str, Any]:
     if "inside_epoch" in others:
         inside = others["inside_epoch"]
         inside["state"] = without_measured(inside["state"])
-        inside["entries"]["callbacks"].pop("RunTimer", None)
+        for name in MEASURING:
+            inside["entries"]["callbacks"].pop(name, None)
     return others | kept
 
 

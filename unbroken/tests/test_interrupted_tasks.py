@@ -32,7 +32,15 @@ from unbroken.loading import ExactLoading
 from unbroken.run_folder import RunFolder as Run
 from unbroken.stopping import signals
 
-from tests.commands import add_callbacks, assert_same_run, checkpoint, rows, run_ranks, summary
+from tests.commands import (
+    MEASURING,
+    add_callbacks,
+    assert_same_run,
+    checkpoint,
+    rows,
+    run_ranks,
+    summary,
+)
 from tests.other_tasks import Noisy, table
 from tests.stopped_runs import SHORT, end_run, error_of, resume, train
 
@@ -541,7 +549,7 @@ def test_an_interrupted_run_is_bit_identical(case: str) -> None:
     assert_same_run(reference, other)
     for name in ("last.ckpt", "best.ckpt"):
         ours, theirs = (checkpoint(run / name)["callbacks"] for run in (reference, other))
-        kept = [{k: x for k, x in each.items() if k != "RunTimer"} for each in (ours, theirs)]
+        kept = [{k: x for k, x in each.items() if k not in MEASURING} for each in (ours, theirs)]
         assert str(kept[0]) == str(kept[1])
         assert checkpoint(reference / name).get("CountsRows") == checkpoint(other / name).get(
             "CountsRows"

@@ -23,6 +23,7 @@ from unbroken.checkpoint.not_exact import NOT_EXACT
 from unbroken.cli import start as entry
 
 from tests.commands import (
+    MEASURING,
     TIMED,
     assert_same_run,
     checkpoint,
@@ -236,7 +237,7 @@ def differing(one: Path, other: Path) -> list[str]:
             {
                 key: state
                 for key, state in whole["callbacks"].items()
-                if not key.startswith(("RunTimer", "Timer", "ModelCheckpoint"))
+                if not key.startswith((*MEASURING, "Timer", "ModelCheckpoint"))
             }
             for whole in (a, b)
         ]
