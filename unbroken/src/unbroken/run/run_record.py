@@ -196,8 +196,8 @@ def write_config(
     """
     comments = "".join(f"# {line}\n" for line in [command_line(), *resumed_with])
     write_atomically(f"{comments}{dump_yaml(config)}", folder / "config.yaml")
-    changes = git(code, "status", "--porcelain")
-    if changes:
+    uncommitted = git(code, "status", "--porcelain")
+    if uncommitted:
         # The first lines name the files that git does not know. `patch` skips them.
         difference = git(code, "diff", "--no-ext-diff", "--no-color", "HEAD") or ""
-        write_atomically(f"{changes}\n{difference}", folder / CHANGES)
+        write_atomically(f"{uncommitted}\n{difference}", folder / CHANGES)
