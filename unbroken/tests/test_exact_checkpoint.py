@@ -15,6 +15,7 @@ import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from lightning.pytorch.callbacks import (
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
+from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
@@ -31,10 +33,11 @@ from unbroken import ExactCheckpoint, Part, Stopped
 from unbroken.checkpoint import ending
 from unbroken.checkpoint.hooks import Hooks
 from unbroken.errors import UserError
-from unbroken.seams import HOOKS_OF_BATCHES
+from unbroken.lightning_internals import EMPTY_HOOKS
 from unbroken.storage import run_files
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 from unbroken.storage.files import NotWritten
+from unbroken.tensors.same_values import is_same
 
 from tests.commands import (
     checkpoint,
@@ -1159,27 +1162,80 @@ def test_a_callbacks_own_pause_is_left_alone(workplace: Path) -> None:
     assert fit("r", Pauses(), epochs=1).best.score is not None
 
 
-class CountsBatches(Callback):
-    """Calls the hooks above its own, and notes which hooks of it a step calls."""
+class CallsItsOwnHooks(Callback):
+    """Calls a hook of its own that is empty, and wraps another one once training has begun."""
 
-    def __init__(self) -> None:
-        self.batches = 0
-        self.called: list[str] = []
+    def on_train_start(self, *_: Any) -> None:
+        self.on_after_backward = Mock(wraps=self.on_after_backward)  # type: ignore[method-assign]
 
     def on_train_batch_end(self, *args: Any) -> None:
-        super().on_train_batch_end(*args)
-        super().on_train_batch_start(*args[:-1])
-        self.batches += 1
-        self.called = [hook for hook in HOOKS_OF_BATCHES if callable(getattr(self, hook))]
+        self.on_train_batch_start(*args[:2], *args[-2:])
 
 
-def test_a_steps_hooks_that_do_nothing_are_not_called_while_a_run_is_on(workplace: Path) -> None:
-    counts = CountsBatches()
-    fit("r", counts, epochs=1)
-    assert counts.batches == 50
-    assert counts.called == ["on_train_batch_end"]
-    assert all(callable(getattr(counts, hook)) for hook in HOOKS_OF_BATCHES)
-    assert not set(HOOKS_OF_BATCHES) & set(vars(counts))
+def test_a_steps_hooks_that_do_nothing_are_not_called_by_lightning_and_stay_what_they_are(
+    workplace: Path,
+) -> None:
+    calls = CallsItsOwnHooks()
+    profiler = SimpleProfiler()
+    fit("r", calls, epochs=1, profiler=profiler)
+    of_batches = {hook.__name__ for hook in EMPTY_HOOKS}
+    found = {
+        hook
+        for hook in of_batches
+        if f"[Callback]CallsItsOwnHooks.{hook}" in profiler.recorded_durations
+    }
+    assert found == {"on_train_batch_end", "on_after_backward"}
+    assert calls.on_after_backward.call_count == 50
+
+
+class MadeInSetup(Regression):
+    """Makes its layers where Lightning has yet to give them the run's precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.net
+
+    def setup(self, stage: str) -> None:
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("make", "precision"),
+    [
+        (MadeInSetup, "64-true"),
+        # Adam's smallest number is zero there, so that the weights are soon not a number.
+        (Regression, "16-true"),
+    ],
+)
+def test_weights_come_back_in_the_runs_own_precision(
+    make: Any, precision: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fit("undisturbed", make=make, epochs=1, precision=precision)
+    with pytest.raises(RuntimeError, match="died"):
+        fit("killed", Dies(11), make=make, epochs=1, precision=precision)
+    fit("killed", make=make, epochs=1, precision=precision)
+    ends = [checkpoint(Path(run, "last.ckpt"))["state_dict"] for run in ("undisturbed", "killed")]
+    assert is_same(*ends)
+    assert "not what was saved" not in capsys.readouterr().out
+
+
+class NotesTheSanityCheck(Regression):
+    """Notes how long the Trainer's sanity check is, as each step of its training reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[float] = set()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.found.add(self.trainer.num_sanity_val_steps)
+
+
+def test_a_resumed_run_reads_the_trainers_own_length_of_the_sanity_check(workplace: Path) -> None:
+    with pytest.raises(RuntimeError, match="died"):
+        fit("r", Dies(6), epochs=1, num_sanity_val_steps=1)
+    resumed = NotesTheSanityCheck()
+    fit("r", make=lambda: resumed, epochs=1, num_sanity_val_steps=1)
+    assert resumed.found == {1}
 
 
 def test_the_table_of_hooks_names_each_hook_that_is_there() -> None:

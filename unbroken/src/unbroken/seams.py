@@ -14,26 +14,14 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from unbroken.errors import UserError
 
-# The hooks of callbacks that Lightning calls for every batch of a training and its validations.
-HOOKS_OF_BATCHES = (
-    "on_train_batch_start",
-    "on_before_zero_grad",
-    "on_before_backward",
-    "on_after_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_batch_start",
-    "on_validation_batch_end",
-)
 # The class (or package) that defines the method, and its name.
 SEAMS: list[tuple[Any, str]] = [
-    *((Callback, hook) for hook in HOOKS_OF_BATCHES),
     (Strategy, "process_dataloader"),
     (Strategy, "on_train_start"),
     (Strategy, "load_checkpoint"),
@@ -145,18 +133,6 @@ class Seams:
             return original(tensor_list, tensor, group, async_op)
 
         self._replace(dist, "all_gather", gather)
-
-    def leave_out_empty_hooks(self) -> None:
-        """A batch's hooks that do nothing are not called.
-
-        Lightning calls six hooks of every callback in a step, and times each call for a profiler,
-        which takes longer than most hooks. It passes over what cannot be called.
-        """
-        for callback in self._trainer.callbacks:  # type: ignore[attr-defined]
-            for hook in HOOKS_OF_BATCHES:
-                is_empty = getattr(type(callback), hook, None) is getattr(Callback, hook)
-                if is_empty and hook not in vars(callback):
-                    self._replace(callback, hook, None)
 
     def name_in_loggers(self, name_of: Callable[[str], str]) -> None:
         """Loggers get each metric under the name that ``name_of`` gives for its own.

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
-from lightning.pytorch.plugins import DoublePrecision
+from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from unbroken import lightning_internals
 from unbroken.checkpoint.digests_csv import write_digests
@@ -266,9 +266,6 @@ class ExactCheckpoint(callbacks.Checkpoint):
             # A command has seen to its threads before it imported torch.
             threads.configure_later()
         self._watches_threads = waiting.start()
-        if isinstance(trainer.precision_plugin, DoublePrecision):
-            # Lightning does so after a checkpoint was loaded, into weights of half the size.
-            pl_module.double()
 
     def _take_over_loaders(self, trainer: Trainer, seams: Seams) -> None:
         loading = self.engine.loading
@@ -287,9 +284,14 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def _fill_in(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Put the objects of this start into a checkpoint that could not hold those of the last,
-        and make room for its buffers.
+        and let the module's weights and buffers be of the checkpoint's types and sizes.
         """
         module = trainer.lightning_module
+        plugin = trainer.precision_plugin
+        if isinstance(plugin, DoublePrecision | HalfPrecision):
+            # Lightning converts what setup has made after a checkpoint was loaded. Loaded into
+            # another type, numbers are rounded, and those that are not a number get other bits.
+            plugin.convert_module(module)
         of_callbacks = [
             partial(callback.on_save_checkpoint, trainer, module)
             for callback in users_callbacks(trainer)
@@ -326,6 +328,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self._put_everything_back(trainer)
 
     def _put_everything_back(self, trainer: Trainer) -> None:
+        lightning_internals.call_empty_hooks_again()
         self.engine.restoring.put_back(trainer)
         if self._seams is not None:
             self._seams.put_back()

@@ -30,7 +30,7 @@ class Hooks(Callback):
     | --- | --- | --- |
     | setup | loaders and signals are taken over, and three seams (seams.py) | ExactCheckpoint |
     | on_load_checkpoint | the state is read; where loaders start is set | restoring |
-    | on_fit_start | what this start has made is noted; three seams more | kept, restoring |
+    | on_fit_start | what this start has made is noted; two seams more | kept, restoring |
     | on_sanity_check_start, on_sanity_check_end | what this check changes is noted | kept |
     | on_train_start | changed hyperparameters win; the user's hooks come after this | restoring |
     | (seam) after on_train_start | RESTORE: on_train_epoch_start again, every part | restoring |
@@ -75,7 +75,7 @@ class Hooks(Callback):
         lightning_internals.average_on_the_device(trainer)
         self.seams.after_train_start(lambda: self._after_train_start(trainer))
         self.seams.before_each_batch(lambda: self._before_batch(trainer))
-        self.seams.leave_out_empty_hooks()
+        lightning_internals.leave_out_empty_hooks()
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A resumed run has no such check. So what it changes belongs to the state.

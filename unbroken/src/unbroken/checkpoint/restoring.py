@@ -128,7 +128,7 @@ class Restoring:
         self._before_hooks: list[Noted] = []
         self._state_types: StateTypes | None = None
         self._batches_validated_before: dict[int, int] = {}
-        # The Trainer's own number, while it is 0 because the run is a resumed one.
+        # The Trainer's own number, while it is 0 so that a resumed run makes no sanity check.
         self._sanity_steps: float | None = None
 
     @property
@@ -271,8 +271,9 @@ class Restoring:
 
     def training_starts(self, trainer: Trainer) -> None:
         """Let hyperparameters that the user has changed win, and note what ``on_train_start`` may
-        change. Lightning has restored optimizers and schedules.
+        change. Lightning has restored optimizers and schedules, and has passed its sanity check by.
         """
+        self._give_sanity_steps_again(trainer)
         if self._resume is None:
             return
         hyperparameters = self._kept.hyperparameters
@@ -478,6 +479,7 @@ class Restoring:
 
     def fit_ends(self, trainer: Trainer) -> None:
         """Put right what a training leaves, where nothing was left to train."""
+        self._give_sanity_steps_again(trainer)
         if self._resume is None:
             return
         self.was_over = True
@@ -502,6 +504,9 @@ class Restoring:
         if self._state_types is not None:
             self._state_types.end()
         self._kept.settings.take_step_off(trainer)
+        self._give_sanity_steps_again(trainer)
+
+    def _give_sanity_steps_again(self, trainer: Trainer) -> None:
         if self._sanity_steps is not None:
             trainer.num_sanity_val_steps = self._sanity_steps
             self._sanity_steps = None
