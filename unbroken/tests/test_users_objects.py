@@ -1014,20 +1014,32 @@ def test_what_a_callback_of_the_library_changes_is_not_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     callback = LogLastStep()
+    vars(callback)["steps"] = 0
     trainer = trainer_of(Module(), callback)
     part = begun(trainer)
-    callback._every = 50
+    vars(callback)["steps"] = 50
     saved(part, trainer)
     assert told(capsys) == ""
 
 
-def test_how_often_is_logged_is_no_setting_that_training_changes() -> None:
+def test_what_a_callback_puts_back_is_no_setting_that_training_has_changed() -> None:
     part = TrainerSettings()
-    trainer = trainer_of(Plain(), LogLastStep())
+    callback = LogLastStep()
+    trainer = trainer_of(Plain(), callback)
     part.fit_starts(trainer)
     part.begin(trainer)
-    trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
-    assert part.take(trainer) == {}, "a callback of the library puts it back"
+    trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+    callback.on_train_batch_end(trainer, Plain(), None, None, 0)
+    assert trainer.log_every_n_steps == 1  # type: ignore[attr-defined]
+    assert part.take(trainer) == {}
+
+
+def test_how_often_is_logged_and_tested_comes_back(tmp_path: Path) -> None:
+    settings = {"log_every_n_steps": 3, "limit_test_batches": 2}
+    with pytest.raises(Killed):
+        trained(tmp_path, Plain(5), Changes(**settings), LogLastStep())
+    resumed = trained(tmp_path, Plain(), Changes(**settings), LogLastStep())
+    assert {name: getattr(resumed.trainer, name) for name in settings} == settings
 
 
 class Grows(Plain):

@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from unbroken.parts.trainer_settings import ForAMoment
 
 
 class LogLastStep(Callback):
@@ -19,19 +20,14 @@ class LogLastStep(Callback):
     # No hook of this puts other weights in for a validation.
     validates_trained_weights = True
 
-    def __init__(self) -> None:
-        # The Trainer's own number; None where it is in place.
-        self._every: int | None = None
-
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         is_last = trainer.is_last_batch or trainer.global_step == trainer.max_steps
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         # With 0 nothing is logged: the user wants it so.
-        if is_last and every > 0 and self._every is None:
-            self._every = every
-            trainer.log_every_n_steps = 1  # type: ignore[attr-defined]
+        if is_last and every > 0 and not isinstance(every, ForAMoment):
+            trainer.log_every_n_steps = ForAMoment(1, every)  # type: ignore[attr-defined]
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._put_back(trainer)
@@ -45,6 +41,7 @@ class LogLastStep(Callback):
         self._put_back(trainer)
 
     def _put_back(self, trainer: Trainer) -> None:
-        if self._every is not None:
-            trainer.log_every_n_steps = self._every  # type: ignore[attr-defined]
-            self._every = None
+        # Another hook may have set a number of the user's meanwhile. That one stays.
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if isinstance(every, ForAMoment):
+            trainer.log_every_n_steps = every.instead_of  # type: ignore[attr-defined]

@@ -5,17 +5,19 @@ loss stalls, clip harder, or let a run take one epoch more.
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import EarlyStopping, GradientAccumulationScheduler
 from unbroken.parts.part import Part
 
-# What Lightning asks the Trainer for at each batch, at each epoch, or where it makes loaders again
+# What Lightning asks the Trainer for at each batch, at each epoch, where it makes loaders again, or
+# in a test after the training
 OF_THE_TRAINER = (
     *("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm"),
     *("check_val_every_n_epoch", "val_check_batch", "val_check_interval"),
-    *("limit_train_batches", "limit_val_batches", "reload_dataloaders_every_n_epochs"),
+    *("limit_train_batches", "limit_val_batches", "limit_test_batches"),
+    *("log_every_n_steps", "reload_dataloaders_every_n_epochs"),
 )
 # How long a training may be: the Trainer's names for them cannot be written.
 OF_EPOCHS = ("max_epochs", "min_epochs")
@@ -23,6 +25,23 @@ OF_STEPS = ("max_steps", "min_steps")
 LIMITS = (*OF_EPOCHS, *OF_STEPS)
 # How Lightning steps a schedule
 OF_SCHEDULES = ("interval", "frequency", "monitor", "strict", "reduce_on_plateau")
+
+
+class ForAMoment(int):
+    """A setting that whoever has set it puts back soon. A checkpoint holds what is put back.
+
+    Args:
+        value: What the Trainer reads for the moment.
+        instead_of: What is put back.
+    """
+
+    def __new__(cls, value: int, instead_of: int) -> Self:
+        made = super().__new__(cls, value)
+        made.instead_of = instead_of
+        return made
+
+    def __getnewargs__(self) -> tuple[int, int]:
+        return int(self), self.instead_of
 
 
 class Change(NamedTuple):
@@ -155,5 +174,9 @@ def places_of(trainer: Trainer) -> dict[str, tuple[Any, str]]:
 
 
 def plain(value: Any) -> Any:
-    """The text of a choice that Lightning keeps as an Enum, and any other value as it is."""
+    """The text of a choice that Lightning keeps as an Enum, what is put back where a value is
+    :class:`ForAMoment`, and any other value as it is.
+    """
+    if isinstance(value, ForAMoment):
+        return value.instead_of
     return value.value if isinstance(value, Enum) else value
