@@ -30,6 +30,7 @@ from numerals.data import MNISTDataModule
 from numerals.fit import job as fit
 from numerals.model import MLP, MNISTClassifier
 from tqdm import tqdm
+from unbroken.checkpoint.resume import reached_limit
 from unbroken.cli import shown_warnings
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure, differences
@@ -321,6 +322,59 @@ def test_auto_starts_goes_on_and_says_when_it_is_finished(
     assert summary(Path("checkpoints/a"))["steps"] == 120
     (note,) = choose(workplace, None, "auto").notes
     assert note.startswith("--ckpt_path auto without --run_name: a new run starts, ")
+
+
+def test_a_finished_run_stays_as_it_is_where_a_new_start_leaves_no_step(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--run_name", "a", "--ckpt_path", "auto"]
+    assert fit.main([*SMALL, *arguments, "--max_epochs", "2"]) == 0
+    before = {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()}
+    steps = checkpoint(Path("checkpoints/a/last.ckpt"))["global_step"]
+    capsys.readouterr()
+    for typed, line in [
+        (["--model.lr", "0.5"], "with model.lr: "),
+        (["--max_epochs", "1"], "with trainer.max_epochs: 2 → 1, "),
+        (["--max_steps", str(steps)], f"trainer.max_steps: -1 → {steps}, "),
+    ]:
+        assert fit.main([*arguments, *typed]) == 0
+        told = capsys.readouterr().out
+        assert "nothing is left to train" in told
+        assert line in told
+        assert "resuming" not in told
+    assert {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({}, None),
+        ({"max_steps": 30}, "max_steps"),
+        ({"max_steps": 31}, None),
+        ({"max_epochs": 3}, "max_epochs"),
+        ({"max_epochs": 4}, None),
+        ({"max_time": "00:00:01:00"}, "max_time"),
+        ({"max_time": {"seconds": 61}}, None),
+    ],
+)
+def test_a_limit_that_leaves_no_step_is_named(settings: dict[str, Any], limit: str | None) -> None:
+    saved = {
+        "global_step": 30,
+        "epoch": 3,
+        "callbacks": {"Timer": {"time_elapsed": {"train": 60.0}}},
+    }
+    no_limits = {"max_epochs": -1, "max_steps": -1, "max_time": None}
+    assert reached_limit(saved, no_limits | settings) == limit
+
+
+def test_an_epoch_that_a_limit_has_cut_is_not_done() -> None:
+    saved = {
+        "global_step": 25,
+        "epoch": 3,
+        "callbacks": {},
+        "run": {"state": {"inside_epoch": {}}},
+    }
+    assert reached_limit(saved, {"max_epochs": 3, "max_steps": 30, "max_time": None}) is None
 
 
 @pytest.mark.nightly

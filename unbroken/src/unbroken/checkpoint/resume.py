@@ -4,12 +4,12 @@ the start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from unbroken import lightning_internals
 from unbroken.checkpoint.cut_epoch import go_inside
@@ -18,7 +18,7 @@ from unbroken.parts.loaders import BatchSizes
 from unbroken.parts.loops import BETWEEN_EPOCHS, SavePoint, states_of_loaders
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import users_callbacks
-from unbroken.storage.contents import RUN_KEY
+from unbroken.storage.contents import RUN_KEY, record_in
 
 # These are called again by a resumed run, though the run that was killed had called them.
 START_HOOKS = ("on_fit_start", "on_train_start", "on_train_epoch_start")
@@ -141,6 +141,36 @@ class Resume:
 def has_more_steps(trainer: Trainer, checkpoint: dict[str, Any]) -> bool:
     """Whether the Trainer's ``max_steps`` is not reached."""
     return trainer.max_steps == -1 or checkpoint["global_step"] < trainer.max_steps
+
+
+def reached_limit(checkpoint: dict[str, Any], settings: Mapping[str, Any]) -> str | None:
+    """Which limit a training from this checkpoint has reached before its first step.
+
+    Args:
+        checkpoint: It was saved by this library.
+        settings: Arguments of the Trainer: ``max_epochs``, ``max_steps`` and ``max_time``.
+
+    Returns:
+        One of these names; None where something is left to train.
+    """
+    max_steps = settings["max_steps"]
+    if 0 <= max_steps <= checkpoint["global_step"]:
+        return "max_steps"
+    epochs: int = checkpoint["epoch"]
+    if "inside_epoch" in (record_in(checkpoint).get("state") or {}):
+        # A limit has cut the last one, and the training goes on inside it.
+        epochs -= 1
+    max_epochs = settings["max_epochs"]
+    if max_epochs is not None and 0 <= max_epochs <= epochs:
+        return "max_epochs"
+    timer = Timer(settings["max_time"])
+    clock = checkpoint["callbacks"].get(timer.state_key)
+    if clock is not None:
+        timer.load_state_dict(clock)
+        left = timer.time_remaining()
+        if left is not None and left <= 0:
+            return "max_time"
+    return None
 
 
 def epoch_of(checkpoint: dict[str, Any], place: SavePoint) -> int:

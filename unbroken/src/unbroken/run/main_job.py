@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from lightning.pytorch import Trainer
 from unbroken import ExactCheckpoint, contract
+from unbroken.checkpoint.resume import reached_limit
 from unbroken.cli.cli import Configuration
 from unbroken.cli.plain_values import dump_yaml
 from unbroken.cli.program import Program
@@ -63,14 +64,19 @@ def main(program: Program, build: Build, argv: list[str]) -> int:
     signals.watch()
     config, run = read_configuration(program, argv)
     say(*run.notes, *config.notes)
-    if run.changes:
-        say(f"resuming {run.name} with {', '.join(run.changes)}")
-    is_made_longer = any(line.startswith("trainer.max_") for line in run.changes)
-    if run.finished and not is_made_longer:
+    if run.finished and not is_made_longer(run, config):
         shown = os.path.relpath(run.folder)
         say(f"run {run.name} is already finished: see {shown}/summary.json.")
+        if run.changes:
+            say(
+                f"nothing is left to train with {', '.join(run.changes)}, and nothing was changed."
+                " A higher --max_epochs, --max_steps or --max_time makes this run longer, and"
+                " another --run_name starts a new one."
+            )
         mirror_a_finished_run(run)
         return exit_code_of(run, config)
+    if run.changes:
+        say(f"resuming {run.name} with {', '.join(run.changes)}")
     refuse_mirror_without_checkpoints(config)
     if config.trainer["fast_dev_run"]:  # it leaves no run behind
         refuse_rehearsal_of_a_checkpoint(run, config)
@@ -82,6 +88,14 @@ def main(program: Program, build: Build, argv: list[str]) -> int:
     say(*sync_command(run.folder))
     say(*commands_to_look(config, run.folder))
     return exit_code_of(run, config)
+
+
+def is_made_longer(run: RunFolder, config: Configuration) -> bool:
+    """Whether a finished run has another limit now, which is not reached."""
+    has_other_limit = any(line.startswith("trainer.max_") for line in run.changes)
+    if not has_other_limit or run.checkpoint is None:
+        return False
+    return reached_limit(read(run.checkpoint), config.trainer) is None
 
 
 def exit_code_of(run: RunFolder, config: Configuration) -> int:
