@@ -1219,6 +1219,33 @@ def test_weights_come_back_in_the_runs_own_precision(
     assert "not what was saved" not in capsys.readouterr().out
 
 
+class Optimizes(Regression):
+    """Makes an optimizer of the class that it is given."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def configure_optimizers(self) -> Any:
+        return self.kind(self.parameters(), 0.01)
+
+
+def test_an_optimizer_that_cannot_take_the_saved_state_is_refused_before_a_file_is_changed(
+    workplace: Path,
+) -> None:
+    with pytest.raises(RuntimeError, match="died"):
+        fit("r", Dies(11), make=lambda: Optimizes(torch.optim.AdamW), epochs=1)
+    before = {path: path.read_bytes() for path in Path("r").glob("*.*")}
+    for other in (torch.optim.SGD, torch.optim.Adamax):
+        told = "holds the state of torch.optim.adamw.AdamW, .* cannot take it. Make the optimizer"
+        with pytest.raises(UserError, match=told):
+            fit("r", make=lambda kind=other: Optimizes(kind), epochs=1)
+    assert {path: path.read_bytes() for path in Path("r").glob("*.*")} == before
+    # Its state and its options have the same names.
+    fit("r", make=lambda: Optimizes(torch.optim.Adam), epochs=1)
+    assert checkpoint(Path("r/last.ckpt"))["global_step"] == 50
+
+
 class NotesTheSanityCheck(Regression):
     """Notes how long the Trainer's sanity check is, as each step of its training reads it."""
 

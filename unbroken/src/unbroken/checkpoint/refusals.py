@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from unbroken import lightning_internals
 from unbroken.errors import UserError
+from unbroken.parts.hyperparameters import kinds_of
 from unbroken.stopping.ranks import of_all_ranks
 from unbroken.storage.run_files import RunFiles
 
@@ -68,6 +69,23 @@ def refuse_checkpoints_in_parts(trainer: Trainer) -> None:
             ' FSDPStrategy(state_dict_type="full") or'
             " ModelParallelStrategy(save_distributed_checkpoint=False)."
         )
+
+
+def refuse_other_optimizers(trainer: Trainer, saved: list[list[Any]]) -> None:
+    """A UserError for an optimizer of another class, with other options, than the one whose state a
+    checkpoint holds. It would take that state, and fail as it makes its first step.
+
+    Args:
+        trainer: It has made its optimizers, and loaded no state into them.
+        saved: What :func:`kinds_of` has found at the save.
+    """
+    for (kind, options), (before, options_before) in zip(kinds_of(trainer), saved, strict=False):
+        if kind != before and options != options_before:
+            raise UserError(
+                f"the checkpoint holds the state of {before}, and {kind} cannot take it. Make the"
+                " optimizer that the run had, or start a new run from its weights alone:"
+                " --init_weights, or in a script module.load_state_dict and another folder."
+            )
 
 
 def compare_sizes(trainer: Trainer, tensor: torch.Tensor, group: Any) -> None:

@@ -60,6 +60,7 @@ from unbroken.checkpoint.noted import (
 )
 from unbroken.checkpoint.other_version import note_of_version
 from unbroken.checkpoint.own_folder import OwnFolder
+from unbroken.checkpoint.refusals import refuse_other_optimizers
 from unbroken.checkpoint.resume import (
     Resume,
     call_epoch_start_again,
@@ -260,8 +261,10 @@ class Restoring:
 
     def _prepare(self, trainer: Trainer, resume: Resume) -> None:
         """Let optimizers load their states as they were saved, and the training be as long as it
-        was.
+        was. A UserError for an optimizer that cannot load its state.
         """
+        start = resume.shared.get(self._kept.hyperparameters.name, {})
+        refuse_other_optimizers(trainer, start.get("optimizers", []))
         if self._state_types is not None:
             self._state_types.begin(trainer)
         settings = self._kept.settings

@@ -19,7 +19,7 @@ class StartingHyperparameters(Part):
 
     A resumed run makes them anew and then loads the checkpoint's states over them. What differs
     between the start then and the start now is what the user has changed, and that wins over the
-    checkpoint.
+    checkpoint. What optimizers there are at the save is kept as well (:func:`kinds_of`).
     """
 
     name = "start"
@@ -36,10 +36,20 @@ class StartingHyperparameters(Part):
         self.now = copy.deepcopy({"groups": groups, "schedules": schedules})
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
-        return self.now
+        return self.now | {"optimizers": kinds_of(trainer)}
 
     def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
         """They are applied earlier, as training starts. See :func:`apply_changes`."""
+
+
+def kinds_of(trainer: Trainer) -> list[list[Any]]:
+    """The class of each optimizer, and the names of its options."""
+    found: list[list[Any]] = []
+    for optimizer in trainer.optimizers:
+        kind = type(optimizer)
+        options = optimizer.param_groups[0].keys() - {"params", "initial_lr"}
+        found.append([f"{kind.__module__}.{kind.__qualname__}", sorted(options)])
+    return found
 
 
 def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
