@@ -35,13 +35,15 @@ class ForAMoment(int):
         instead_of: What is put back.
     """
 
+    instead_of: int
+
     def __new__(cls, value: int, instead_of: int) -> Self:
         made = super().__new__(cls, value)
         made.instead_of = instead_of
         return made
 
-    def __getnewargs__(self) -> tuple[int, int]:
-        return int(self), self.instead_of
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (int(self), self.instead_of)
 
 
 class Change(NamedTuple):
