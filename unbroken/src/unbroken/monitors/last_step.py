@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from unbroken.parts.trainer_settings import ForAMoment
+from unbroken.parts.trainer_settings import ForAMoment, lasting
 
 
 class LogLastStep(Callback):
@@ -43,5 +43,4 @@ class LogLastStep(Callback):
     def _put_back(self, trainer: Trainer) -> None:
         # Another hook may have set a number of the user's meanwhile. That one stays.
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if isinstance(every, ForAMoment):
-            trainer.log_every_n_steps = every.instead_of  # type: ignore[attr-defined]
+        trainer.log_every_n_steps = lasting(every)  # type: ignore[attr-defined]

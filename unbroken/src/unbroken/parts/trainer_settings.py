@@ -46,6 +46,11 @@ class ForAMoment(int):
         return type(self), (int(self), self.instead_of)
 
 
+def lasting(setting: Any) -> Any:
+    """What is put back where a setting is :class:`ForAMoment`, and any other as it is."""
+    return setting.instead_of if isinstance(setting, ForAMoment) else setting
+
+
 class Change(NamedTuple):
     """A setting that training has changed.
 
@@ -176,9 +181,6 @@ def places_of(trainer: Trainer) -> dict[str, tuple[Any, str]]:
 
 
 def plain(value: Any) -> Any:
-    """The text of a choice that Lightning keeps as an Enum, what is put back where a value is
-    :class:`ForAMoment`, and any other value as it is.
-    """
-    if isinstance(value, ForAMoment):
-        return value.instead_of
+    """The :func:`lasting` setting; of a choice that Lightning keeps as an Enum, its text."""
+    value = lasting(value)
     return value.value if isinstance(value, Enum) else value
