@@ -16,7 +16,12 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    EarlyStopping,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.utils.data import (
@@ -36,6 +41,8 @@ from unbroken.parts.held import held_by_users
 from unbroken.parts.trainer_settings import TrainerSettings
 from unbroken.parts.users_objects import UsersObjects
 from unbroken.storage.savable import made_plain
+
+from tests.plain_module import Regression
 
 
 class Average:
@@ -405,6 +412,51 @@ def test_what_callbacks_and_data_sets_keep_in_attributes_is_told_at_the_first_sa
             " it in the callback's state_dict, and take it back in its load_state_dict.",
         )
     assert lines == expected
+
+
+class Patient(EarlyStopping):
+    """Counts, beside what Lightning's class has and saves."""
+
+    checks = 0
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        self.checks += 1
+
+
+class Keeps(ModelCheckpoint):
+    """Has nothing of its own."""
+
+
+class Averages(WeightAveraging):
+    """Averages after each epoch."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None
+
+
+def test_of_a_class_derived_from_lightnings_only_what_it_adds_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = Patient("train_loss", check_on_train_epoch_end=True, check_finite=False)
+    keep = Keeps(tmp_path / "own", monitor="train_loss", save_top_k=2)
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        max_epochs=3,
+        limit_train_batches=2,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[stop, keep, Averages(), ExactCheckpoint(tmp_path / "run")],
+    )
+    trainer.fit(Regression())
+    assert keep.best_k_models
+    lines = [line for line in told(capsys).splitlines() if "begins anew" in line]
+    assert lines == [
+        "a resumed run begins anew with callbacks.Patient.0.checks, which changes in training and"
+        " which a checkpoint does not hold (its class is int). Give it in the callback's"
+        " state_dict, and take it back in its load_state_dict."
+    ]
 
 
 def test_a_compiled_teacher_comes_back() -> None:

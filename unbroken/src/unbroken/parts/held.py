@@ -52,7 +52,7 @@ from unbroken.parts.plain_values import (
     values_inside,
 )
 from unbroken.parts.remade import is_fillable
-from unbroken.parts.users_callbacks import NOT_THE_USERS, users_callbacks
+from unbroken.parts.users_callbacks import NOT_THE_USERS, set_by_lightning, users_callbacks
 
 OF_EVERY_MODULE = walk.OF_EVERY_MODULE | {"track_running_stats"}
 IMMUTABLE = {type(None), *NUMBERS_AND_TEXTS}
@@ -294,7 +294,8 @@ class _Look:
             # A callback keeps what its state_dict says, as Lightning has it.
             is_silent = saves_itself(callback) or package_of(callback) == LIBRARY
             inside = Inside(keeps_attributes=False, told=NOTHING if is_silent else OF_CALLBACKS)
-            places += self._attributes(name, callback, inside, 0)
+            left_out = set_by_lightning(type(callback))
+            places += self._attributes(name, callback, inside, 0, left_out)
         self._walk(places)
 
     def data_sets(self) -> None:
@@ -397,13 +398,16 @@ class _Look:
                 places += self._child(path, value, inside, depth)
         return places
 
-    def _attributes(self, name: str, owner: Any, inside: Inside, depth: int) -> list[Place]:
+    def _attributes(
+        self, name: str, owner: Any, inside: Inside, depth: int, left_out: Collection[str] = ()
+    ) -> list[Place]:
         """Somebody whose plain attributes are not kept here."""
         places: list[Place] = []
-        is_module = isinstance(owner, nn.Module)
+        if isinstance(owner, nn.Module):
+            left_out = OF_EVERY_MODULE
         for attribute, value in walk.attributes_of(owner):
             is_cached = isinstance(getattr(type(owner), attribute, None), functools.cached_property)
-            if not is_cached and not (is_module and attribute in OF_EVERY_MODULE):
+            if not is_cached and attribute not in left_out:
                 places += self._child(f"{name}.{attribute}", value, inside, depth)
         return places
 

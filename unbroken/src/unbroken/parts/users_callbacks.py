@@ -2,6 +2,11 @@
 called again or undone.
 """
 
+import dis
+import functools
+import itertools
+from inspect import unwrap
+from types import FunctionType
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -26,3 +31,18 @@ def users_callbacks(trainer: Trainer) -> list[Any]:
     """The callbacks that neither Lightning nor the engine brings."""
     everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     return [each for each in everyone if not type(each).__module__.startswith(NOT_THE_USERS)]
+
+
+@functools.cache
+def set_by_lightning(kind: type) -> frozenset[str]:
+    """The attributes of a callback that methods of Lightning's set, where its class is derived from
+    one of Lightning's: the best score of a ``ModelCheckpoint``. Lightning saves what it needs.
+    """
+    names: set[str] = set()
+    for each in kind.__mro__:
+        if each.__module__.startswith("lightning."):
+            methods = [unwrap(method) for method in vars(each).values() if callable(method)]
+            codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
+            steps = itertools.chain.from_iterable(map(dis.get_instructions, codes))
+            names.update(step.argval for step in steps if step.opname == "STORE_ATTR")
+    return frozenset(names)
