@@ -288,14 +288,14 @@ class _Look:
             if isinstance(callback, Logger):
                 # What a tracker keeps is no part of the training.
                 continue
-            kind = type(callback).__qualname__
-            name = f"callbacks.{kind}.{of_class[kind]}"
-            of_class[kind] += 1
+            kind: type = type(callback)
+            title = kind.__qualname__
+            name = f"callbacks.{title}.{of_class[title]}"
+            of_class[title] += 1
             # A callback keeps what its state_dict says, as Lightning has it.
             is_silent = saves_itself(callback) or package_of(callback) == LIBRARY
             inside = Inside(keeps_attributes=False, told=NOTHING if is_silent else OF_CALLBACKS)
-            left_out = set_by_lightning(type(callback))
-            places += self._attributes(name, callback, inside, 0, left_out)
+            places += self._attributes(name, callback, inside, 0, set_by_lightning(kind))
         self._walk(places)
 
     def data_sets(self) -> None:
