@@ -13,6 +13,7 @@ server ends, and its children with it, when its end of a socket closes.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -26,9 +27,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numerals
 
@@ -322,6 +324,39 @@ def become(words: list[str], cwd: str, env: dict[str, str]) -> None:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def code_of(request: dict[str, Any]) -> int:
+    """Run a child's command; returns its exit code. Ctrl-C is left to the interpreter, which ends
+    itself by that signal.
+    """
+    try:
+        become(**request)
+    except SystemExit as asked:
+        if not isinstance(asked.code, int | None):
+            print(asked.code, file=sys.stderr)
+            return 1
+        return asked.code or 0
+    except KeyboardInterrupt:
+        raise
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def end(code: int) -> NoReturn:
+    """End a child as an interpreter ends: threads, exit handlers, output, exit code.
+
+    An interpreter also lets go of each object. With those of torch and Lightning this takes a
+    second.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()
+    os._exit(code & 0xFF)
+
+
 def has_threads() -> bool:
     """Whether imports have started threads, which a fork would lack. Some end by themselves."""
     end = time.monotonic() + 2
@@ -354,8 +389,7 @@ def main() -> None:
         return
     ours.sendall(CAN_FORK)
     request = serve(ours)
-    # The child ends as an interpreter does: with exit handlers, traceback and exit code.
-    become(**request)
+    end(code_of(request))
 
 
 if __name__ == "__main__":

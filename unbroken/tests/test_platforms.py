@@ -26,6 +26,7 @@ FIT += ["--monitor", "val_loss", "--mode", "min", "--limit_train_batches", "6"]
 FIT = ["--data.source", "sample", "--data.train_samples", "640", "--data.val_samples", "128"]
 FIT += ["--data.test_samples", "128", "--data.batch_size", "64", "--model.network", "MLP"]
 FIT += ["--max_epochs", "2", "--accelerator", "cpu", "--log_every_n_steps", "5"]
+UNREPORTED = ["--report", "false"]
 BY_WORKERS = [*FIT, "--max_epochs", "1", "--run_name", "by_workers"]
 BY_WORKERS += ["--data.num_workers", "1"]
 # The commands in the order in which a user types them. Each finds what those before it have left.
@@ -33,7 +34,8 @@ COMMANDS: dict[str, list[list[str]]] = {
     "__main__": [[]],
     "fit": [
         [*FIT, "--run_name", "first"],
-        [*FIT, "--run_name", "first", "--ckpt_path", "last", "--max_epochs", "3"],
+        # The first run has written a report.
+        [*FIT, *("--run_name", "first", "--ckpt_path", "last", "--max_epochs", "3"), *UNREPORTED],
     ],
     "test": [["--accelerator", "cpu", "--output", "metrics.json"]],
 }
