@@ -396,10 +396,13 @@ def odd(module: str, *flags: str) -> list[str]:
         ["Lazy"],
         pytest.param(["Queue"], marks=pytest.mark.nightly),
         ["Queue", "--model.first_epoch", "1"],
-        ["MakesRoom"],
+        pytest.param(["MakesRoom"], marks=pytest.mark.nightly),
         pytest.param(["Graph", "--model.layout", "coo"], marks=pytest.mark.nightly),
         pytest.param(["Graph", "--model.layout", "csr"], marks=pytest.mark.nightly),
-        ["MadeInSetup", "--trainer.callbacks", f"{CALLBACKS}.EMAWeightAveraging"],
+        pytest.param(
+            ["MadeInSetup", "--trainer.callbacks", f"{CALLBACKS}.EMAWeightAveraging"],
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(["MadeInSetup", *SWA], marks=pytest.mark.nightly),
     ],
     ids=" ".join,
@@ -537,6 +540,7 @@ class Asks(Callback):
         self.found: Any = trainer.checkpoint_callback
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("own", [False, True])
 def test_a_modules_own_code_finds_the_checkpoints_where_lightnings_are(own: bool) -> None:
     asks = Asks()
@@ -802,6 +806,7 @@ def test_a_run_whose_test_needs_gradients_is_tested_without_a_flag() -> None:
     assert test_command.main("numerals", ["--ckpt_path", str(best)]) == 0
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("profiler", ["simple", "advanced"])
 def test_a_profiler_that_is_named_writes_into_the_runs_folder_and_prints_little(
     profiler: str, capsys: pytest.CaptureFixture[str]

@@ -40,7 +40,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
     return told[0]
 
 
-@pytest.mark.daily(18)
+@pytest.mark.daily(9)
 @pytest.mark.parametrize(
     ("argv", "parts"),
     [
@@ -145,6 +145,7 @@ def test_a_file_of_another_lightningcli_is_taken_or_told_where_its_optimizer_goe
     )
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -165,6 +166,7 @@ def test_a_refused_resume_leaves_every_file_of_the_run_as_it_was(
     assert contents(Path("checkpoints/done")) == before
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("keys", "value"),
     [
@@ -195,6 +197,7 @@ def test_a_resume_from_a_changed_optimizer_is_refused_before_anything_is_written
     )  # only a resume needs it
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     "main",
     [fit.main, partial(test_command.main, "numerals"), lambda argv: bool(load(fit, Path(argv[1])))],
@@ -209,6 +212,7 @@ def test_weights_that_the_network_lacks_are_told_in_one_line(
     assert "network.gone" in error_of(capsys, *words, main=main)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("main", [fit.main, partial(test_command.main, "numerals")])
 @pytest.mark.parametrize(
     "size", [["num_classes", "3"], ["hidden", "[8]"], ["image_shape", "[1,14,14]"]]
@@ -230,6 +234,7 @@ COUNTERS = {"ready": 0, "started": 0, "processed": {}, "completed": 0}
 NO_NUMBERS = {"batch_progress": {"total": COUNTERS, "current": COUNTERS, "is_last_batch": False}}
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     "loops", [{}, {"test_loop": 3}, {"test_loop": {"state_dict": {}, **NO_NUMBERS}}]
 )
@@ -486,6 +491,7 @@ def test_a_run_name_that_is_taken_is_refused_untouched(
     assert contents(Path("checkpoints/done")) == before
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("damage", ["truncated", "corrupted", "garbage", "half-gz"])
 def test_damaged_data_files_are_named(
     workplace: Path, capsys: pytest.CaptureFixture[str], damage: str

@@ -75,7 +75,7 @@ def wait_for_step(folder: Path, step: int, process: Any) -> None:
 @pytest.mark.parametrize(
     ("workers", "devices", "kills"),
     [
-        (0, 1, 2),
+        (0, 1, 1),
         pytest.param(0, 1, 5, marks=pytest.mark.nightly),
         pytest.param(2, 1, 5, marks=pytest.mark.nightly),
         # Lightning starts the second rank, which imports torch.
@@ -101,6 +101,7 @@ def test_a_plain_script_that_is_killed_at_random_moments_ends_as_if_it_were_not(
     assert_same_end(Path("undisturbed"), Path("killed"))
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_plain_script_that_is_asked_to_stop_saves_the_step_and_ends_with_the_code(
     workplace: Path, number: signal.Signals, code: int
@@ -523,6 +524,7 @@ class Queues(Regression):
         return loss * (1 + self.queue.mean()) ** 2
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("kind", [Halves, Queues])
 def test_what_a_hook_does_at_an_epochs_start_and_what_no_state_dict_holds_come_back(
     workplace: Path, kind: type[Regression]
@@ -802,6 +804,7 @@ class EndsEarly(Callback):
             trainer.should_stop = True
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("step", [7, 50])
 def test_a_stop_in_the_validation_that_an_early_end_has_asked_for_repeats_it(
     workplace: Path, step: int

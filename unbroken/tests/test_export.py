@@ -449,7 +449,7 @@ class Pairs(Rooms):
             yield {"x": batch["x"]}, batch["label"]
 
 
-@pytest.mark.daily(3)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("module", "data", "outputs"),
     [

@@ -57,6 +57,8 @@ from tests.commands import (
 )
 from tests.trained import trained_checkpoint
 
+# Of an epoch of SMALL, where no more are needed
+TEN_STEPS = ["--data.train_samples", "640"]
 FILES = ["best.ckpt", "last.ckpt", "config.yaml", "metrics.csv", "summary.json"]
 FILES += ["report.html"]
 PROMISED = [
@@ -306,7 +308,7 @@ def test_auto_starts_goes_on_and_says_when_it_is_finished(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--run_name", "a", "--ckpt_path", "auto"]
-    assert fit.main([*SMALL, *arguments, "--max_epochs", "1"]) == 0
+    assert fit.main([*SMALL, *TEN_STEPS, *arguments, "--max_epochs", "1"]) == 0
     first = checkpoint(Path("checkpoints/a/last.ckpt"))
     assert fit.main(arguments) == 0
     assert "already finished" in capsys.readouterr().out
@@ -316,10 +318,8 @@ def test_auto_starts_goes_on_and_says_when_it_is_finished(
     assert second["run"]["run_id"] == first["run"]["run_id"]
     steps = [int(row["step"]) for row in rows(Path("checkpoints/a"))]
     assert steps == sorted(steps)
-    assert (
-        fit.main([*arguments, "--max_steps", "120"]) == 0
-    )  # the saved max_epochs no longer counts
-    assert summary(Path("checkpoints/a"))["steps"] == 120
+    assert fit.main([*arguments, "--max_steps", "24"]) == 0  # the saved max_epochs no longer counts
+    assert summary(Path("checkpoints/a"))["steps"] == 24
     (note,) = choose(workplace, None, "auto").notes
     assert note.startswith("--ckpt_path auto without --run_name: a new run starts, ")
 
@@ -426,7 +426,7 @@ def test_a_typed_flag_beats_file_and_checkpoint_wherever_it_stands(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("slow.yaml").write_text("model: {lr: 0.5, schedule: constant, warmup_fraction: 0}\n")
-    quick = [*SMALL, "--max_epochs", "1", "--model.lr", "0.001"]
+    quick = [*SMALL, *TEN_STEPS, "--max_epochs", "1", "--model.lr", "0.001"]
     assert fit.main([*quick, "--config", "slow.yaml", "--run_name", "t"]) == 0
     config = yaml.safe_load(Path("checkpoints/t/config.yaml").read_text())
     assert config["model"]["init_args"]["lr"] == 0.001

@@ -188,7 +188,7 @@ def test_averaged_weights_are_exact_where_a_run_stops_in_the_epoch_for_batch_nor
 @pytest.mark.parametrize(
     ("case", "kills"),
     [
-        *((case, 2) for case in DAILY),
+        *((case, 1) for case in DAILY),
         *(pytest.param(case, KILLS, marks=pytest.mark.nightly) for case in [*EXACT, *TOGETHER]),
     ],
 )

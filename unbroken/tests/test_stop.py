@@ -147,6 +147,7 @@ def test_a_run_that_was_ended_while_it_published_is_published_by_auto(workplace:
     assert summary(Path("checkpoints/r"))["finished"]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("name", "code"),
     [
