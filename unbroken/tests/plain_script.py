@@ -14,7 +14,7 @@ folder, workers, devices = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 seed_everything(7, workers=True, verbose=False)
 keep = ExactCheckpoint(folder, monitor="val_loss", mode="min", every="5")
 trainer = Trainer(
-    max_epochs=4,
+    max_epochs=2,
     accelerator="cpu",
     devices=devices,
     callbacks=[keep],

@@ -122,6 +122,7 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
     assert indices(exact(DataLoader(Numbers(40), batch_size=8, shuffle=True), seed=1)) != first
 
 
+@pytest.mark.daily(7)
 @pytest.mark.parametrize(
     "kind", ["shuffled", "in order", "weighted", "own sampler", "own batch sampler", "gathered"]
 )
@@ -1594,6 +1595,7 @@ class Fails(Kept):
     """Raises an error of its own, which belongs to the training."""
 
 
+@pytest.mark.daily(7)
 @pytest.mark.skipif(sys.platform != "linux", reason="a process is copied on Linux alone")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("training", [True, False])

@@ -169,6 +169,7 @@ def test_the_end_of_another_rank_is_told_in_one_line(tmp_path: Path) -> None:
     assert line.startswith("error: another process of this run has ended")
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("has_begun", ["None", "lambda: True", "lambda: False"])
 def test_a_killed_worker_is_told_in_one_line(has_begun: str) -> None:
     # In a process of its own: torch raises from a signal handler, wherever the process is then.

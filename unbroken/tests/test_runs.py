@@ -434,6 +434,7 @@ def test_damaged_files_of_a_run_hide_no_other_run(root: Path) -> None:
     listed(root, "--report", str(root / "page.html"))
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize(
     ("name", "text"),
     [

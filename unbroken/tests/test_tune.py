@@ -349,6 +349,7 @@ def test_a_size_that_cannot_train_says_nothing_about_memory() -> None:
     assert search.failed == {16: "odd"}
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(("load", "is_said"), [(3.2, True), (0.1, False), (None, False)])
 def test_a_busy_machine_is_said(
     load: float | None,
@@ -615,6 +616,7 @@ def test_a_plain_data_module_is_searched_for_a_batch_size(
     )  # every size leaves less than 50 steps: the present one
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("kind", [SavedSize, ReadOnlySize, SizeTwice])
 def test_a_batch_size_among_the_hparams_is_found_and_followed(
     kind: type[LightningDataModule], workplace: Path, monkeypatch: pytest.MonkeyPatch

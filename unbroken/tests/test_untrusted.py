@@ -907,6 +907,7 @@ def test_a_factory_of_networks_fetches_no_weights(tmp_path: Path) -> None:
         assert used["model"]["init_args"]["network"] == expected
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("typed", "may"),
     [
@@ -1084,6 +1085,7 @@ RESUME = ["--run_name", "r", "--ckpt_path", "last", "--max_epochs", "2"]
 BEST = ["--ckpt_path", "checkpoints/r/best.ckpt"]
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("main", "words", "after"),
     [
@@ -1550,6 +1552,7 @@ def test_a_place_is_inside_after_all_that_can_be_expanded(monkeypatch: pytest.Mo
         assert not is_inside(outside, folder), outside
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("name", ["run-id.txt", ".lock", "metrics.csv", "tensorboard"])
 def test_nothing_is_written_through_a_link_in_a_runs_folder(
     name: str, trained: Path, capsys: pytest.CaptureFixture[str]
