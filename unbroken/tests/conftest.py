@@ -35,8 +35,10 @@ ALL_FILES = pytest.Config.ArgsSource.TESTPATHS
 LONG = {
     f"test_{name}.py"
     for name in (
-        *("any_task", "ddp", "errors", "exact_checkpoint", "examples", "export", "fit"),
-        *("platforms", "rename", "resume", "start_methods", "wandb"),
+        *("any_task", "chain", "checkpoint_files", "core", "ddp", "errors", "exact_checkpoint"),
+        *("exact_loading", "examples", "export", "fit", "interrupted_tasks", "platforms", "rename"),
+        *("resume", "same_trainer", "start_methods", "stop", "tune", "untrusted", "users_objects"),
+        *("verify", "wandb", "wrong_numbers"),
     )
 }
 
