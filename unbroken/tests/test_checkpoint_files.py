@@ -63,6 +63,7 @@ def copied(finished: Path, workplace: Path) -> Path:
     return Path("checkpoints/r")
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("text", ["[]", "null", "{", "[" * 100_000])
 def test_a_summary_that_is_none_leaves_the_run_unfinished(
     copied: Path, finished: Path, text: str
