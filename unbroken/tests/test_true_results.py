@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
+from lightning.pytorch.callbacks import EarlyStopping
 from numerals.fit import job
 from torch.utils.data import (
     DataLoader,
@@ -158,6 +159,18 @@ def test_a_best_of_other_samples_is_no_rival(
     read = numbers[:1] if limit == 1 and isinstance(limit, int) else numbers
     assert (keep.best.epoch, keep.best.score) == (1, sum(read) / len(read))
     assert checkpoint(Path("run/best.ckpt"))["global_step"] == 2 * STEPS
+
+
+def test_callbacks_that_keep_their_best_of_other_samples_are_named(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop = EarlyStopping("val_loss")
+    fit(lambda: HeldOut(1.0, 5.0), "val_loss", "min", 1, stop, limit_val_batches=1)
+    fit(lambda: HeldOut(1.0, 5.0), "val_loss", "min", 2, stop, limit_val_batches=2)
+    assert (
+        "looked for anew. EarlyStopping: the best of before still counts there."
+        in capsys.readouterr().out
+    )
 
 
 def test_a_best_of_training_outlasts_another_validation(workplace: Path) -> None:

@@ -39,6 +39,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from unbroken import lightning_internals
 from unbroken.checkpoint.following import Best
 from unbroken.checkpoint.kept import KeptParts
@@ -406,7 +407,7 @@ class Restoring:
             self._lines.append(
                 "validations read other samples than before, so the best so far"
                 f" ({self._best.monitor} {self._best.score:.6g}) is no rival: the best is looked"
-                " for anew."
+                f" for anew.{sentence_of_those_that_keep_theirs(trainer)}"
             )
             self._best.forget()
 
@@ -513,3 +514,11 @@ class Restoring:
         if self._sanity_steps is not None:
             trainer.num_sanity_val_steps = self._sanity_steps
             self._sanity_steps = None
+
+
+def sentence_of_those_that_keep_theirs(trainer: Trainer) -> str:
+    """A sentence for Lightning's callbacks that go by the best value that they have seen."""
+    everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    kinds = EarlyStopping | ModelCheckpoint
+    names = sorted({type(each).__name__ for each in everyone if isinstance(each, kinds)})
+    return f" {' and '.join(names)}: the best of before still counts there." if names else ""
