@@ -1138,7 +1138,9 @@ def test_ranks_with_unequally_many_batches_end_an_epoch_together(
 
 def test_an_epoch_that_ends_early_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     loading = ExactLoading(seed=0)
-    loading.shares.agree_on_next_batch = lambda has_one: NextBatch(everywhere=False, ended_early=1)
+    loading.shares.agree_on_next_batch = lambda has_one: NextBatch(
+        everywhere=False, rank_ended_early=1
+    )
     assert not loading.shares._goes_on_together(4, True)
     assert not loading.shares._goes_on_together(4, True)
     line = "the data of rank 1 ended after 4 batches, before those of another rank: the epoch ends"

@@ -222,7 +222,7 @@ def test_ranks_end_also_where_a_scripts_own_handler_raises_before_training(
     monkeypatch.setattr(signals, "state", state)
     monkeypatch.setattr(signals, "_end_ranks", lambda: ended.append("ranks"))
     with pytest.raises(KeyError):
-        signals._note(signal.SIGTERM, None)
+        signals._handle(signal.SIGTERM, None)
     assert ended == ["ranks"]
 
 

@@ -47,7 +47,7 @@ class CutEpoch:
 
     def note(self, trainer: Trainer) -> None:
         """Keep the state of this moment, if the epoch that ends is cut."""
-        # Training may have gone on behind an epoch that was cut.
+        # Training may have gone on after an epoch that was cut.
         self.forget()
         if not is_cut(trainer):
             return

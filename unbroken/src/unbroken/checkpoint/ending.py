@@ -94,7 +94,7 @@ class Ending:
         return self._agreement.agree_on_next_batch(rank, has_one, mine)
 
     def stop_if_asked_late(self, trainer: Trainer) -> None:
-        """Stop a script whose signal came behind the last step at which the ranks agree. All that
+        """Stop a script whose signal came after the last step at which the ranks agree. All that
         it asks for is saved. A command sees to it itself.
         """
         if self._signals.are_of_a_script:

@@ -21,12 +21,12 @@ Why a run that is resumed inside an epoch is the run that was not stopped:
   is either finished or not begun (``clean_counters`` in parts/loops.py).
 - What steps and hooks have changed since the start is in the checkpoint: in Lightning's own
   entries, or in a part (kept.py has the list). Generators of random numbers come last of the parts
-  in memory, since giving back another one may draw. Parts with files follow, and draw nothing.
+  in memory, since giving back any other part may draw. Parts with files follow, and draw nothing.
 - The hooks that are called again leave no trace (noted.py): ``setup``, ``configure_*``,
   ``on_fit_start``, ``on_train_start`` and ``on_train_epoch_start``. The sanity check is not made
   again, and no hook of a batch or a validation that is done is called.
 
-Where a run was stopped in the validation behind its last step, ``max_steps`` is reached, and
+Where a run was stopped in the validation after its last step, ``max_steps`` is reached, and
 Lightning would enter no epoch. So ``max_steps`` is one step more until that validation is over
 (:meth:`TrainerSettings.add_step`). A run that turns out to want no validation ends the epoch before
 a batch.
@@ -270,12 +270,12 @@ class Restoring:
             self._state_types.begin(trainer)
         settings = self._kept.settings
         settings.give_back_early(trainer, resume.shared.get(settings.name, {}))
-        if resume.is_behind_last_step:
+        if resume.is_after_last_step:
             settings.add_step(trainer)
 
     def training_starts(self, trainer: Trainer) -> None:
         """Let hyperparameters that the user has changed win, and note what ``on_train_start`` may
-        change. Lightning has restored optimizers and schedules, and has passed its sanity check by.
+        change. Lightning has restored optimizers and schedules, and has skipped its sanity check.
         """
         self._give_sanity_steps_again(trainer)
         if self._resume is None:
@@ -308,7 +308,8 @@ class Restoring:
         if resume is not None:
             self._enter_epoch(trainer, resume)
         if not self._loading.read_early:
-            # The module's own hooks may have read whole epochs.
+            # The module's own hooks may have read whole epochs of them. Loaders that were asked for
+            # a batch earlier were placed then.
             self._loading.begin()
         if resume is not None:
             self._give_back(trainer, resume)

@@ -39,8 +39,8 @@ class Resume:
     start: Start
     # Whether the run had stopped early and is to stay so.
     should_stop: bool
-    # Whether the run was stopped in the validation behind its last step.
-    is_behind_last_step: bool
+    # Whether the run was stopped in the validation after its last step.
+    is_after_last_step: bool
     run_id: str | None
 
     @classmethod
@@ -79,7 +79,7 @@ class Resume:
             batch_sizes=mine.get(BatchSizes.name, []),
             start=start,
             should_stop=should_stop,
-            is_behind_last_step=place == "validation" and ended,
+            is_after_last_step=place == "validation" and ended,
             run_id=saved.get("run_id"),
         )
 

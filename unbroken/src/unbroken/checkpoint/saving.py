@@ -5,8 +5,8 @@ A run is saved
 - before the next step, where the time or the steps between two saves are over (interval.py; it is
   put off while the save before is being written), where a validation has found a new best, or where
   the run is asked to stop;
-- between two epochs; a state of 16 MiB or more only if the save before is old enough for what it
-  costs (interval.py);
+- between two epochs; a state of 16 MiB or more, unless it is a new best or a stop, only if the
+  save before is old enough for what it costs (interval.py);
 - inside a validation, where the run is asked to stop: the state is that of the validation's start;
 - after the last epoch.
 
@@ -23,10 +23,10 @@ In the order in which it happens:
    inside a validation.)
 3. :class:`unbroken.storage.run_files.RunFiles` lets Lightning make its checkpoint. Lightning calls
    our ``on_save_checkpoint`` (hooks.py) as it does so, by which :meth:`Saving._put_state_into` adds
-   what Lightning's lacks. Any save first waits for the one before. One of less than 16 MiB is
-   written at once; a larger one is copied, and a thread writes the copy. A new best is written to
-   ``best.ckpt`` and, where a resumed run can start there, copied to ``last.ckpt``; any other save
-   is written to ``last.ckpt`` alone.
+   what Lightning's lacks. A save that was not put off first waits for the one before. One of less
+   than 16 MiB is written at once; a larger one is copied, and a thread writes the copy. A new best
+   is written to ``best.ckpt`` and, where a resumed run can start there, copied to ``last.ckpt``;
+   any other save is written to ``last.ckpt`` alone.
 4. A file is written beside its target, flushed to the disk, and renamed
    (:func:`unbroken.storage.files.written_atomically`). Then :meth:`Saving._note_saved` sets
    ``saved_step`` and hands the files to the mirror, in the thread that has written them.
@@ -122,8 +122,8 @@ class Saving:
         self._chosen = chosen
         self._began = time.monotonic()
         self._last_save = self._began
-        # Optimizer steps at the newest moment at which a save could be. The steps to the next are
-        # counted from it.
+        # Optimizer steps at the newest moment at which a save could be, whether or not there was
+        # one. The steps to the next are counted from it.
         self._counted_from = 0
 
     def training_starts(self, trainer: Trainer) -> None:
@@ -138,7 +138,8 @@ class Saving:
         """Agree with the other ranks whether to save or stop before the next batch."""
         automatic = trainer.lightning_module.automatic_optimization
         if automatic and not is_optimizer_step(trainer, batch_idx):
-            # A step that is partly accumulated is not the place for a checkpoint.
+            # Neither the clock nor a stop saves inside an accumulated step. A new best is saved
+            # there (before_batch).
             return
         self._ending.agree(self._own_request(trainer))
         # Every rank counts the same steps. A batch may have several.
@@ -227,6 +228,7 @@ class Saving:
             self._refuse_to_end_unsaved()
         self._following.is_new = False
         if stops:
+            # It raises.
             self._ending.stop(trainer)
         self._ending.forget_request()
 
@@ -285,7 +287,8 @@ class Saving:
         clean_counters(checkpoint["loops"]["fit_loop"], snapshot.place, was_validated)
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
         checkpoint["lr_schedulers"] = [plain_state(schedule) for schedule in schedules]
-        # Hooks of the validation have changed callbacks' states and buffers since the snapshot.
+        # At a stop inside a validation its hooks have changed callbacks' states and buffers since
+        # the snapshot.
         snapshot.put_entries_into(checkpoint)
         state = self._kept.state_of(snapshot, group)
         if snapshot.place == BETWEEN_EPOCHS:
@@ -313,7 +316,7 @@ class Saving:
         if step is not None:
             self.saved_step = step
         if self._own_folder.mirror is not None:
-            # The mirror tells the step of last.ckpt.
+            # The mirror is told which step last.ckpt holds; None: best.ckpt alone is new.
             self._own_folder.mirror.take(step)
 
     def _tell_of_a_slow_end(self) -> None:
@@ -333,18 +336,20 @@ class Saving:
         Raises:
             NotSaved: On all ranks, where that fails again.
         """
-        if self._trouble_of_any_rank() is None:
+        if self._trouble_after_waiting() is None:
             return
         self._save(trainer, wish)
         self._refuse_to_end_unsaved()
 
     def _refuse_to_end_unsaved(self) -> None:
-        reason = self._trouble_of_any_rank()
+        reason = self._trouble_after_waiting()
         if reason is not None:
             raise NotSaved(f"the run has ended, and its last state is not saved: {reason}")
 
-    def _trouble_of_any_rank(self) -> str | None:
-        """Why the newest save is not on the disk; None where it is. Every rank calls it."""
+    def _trouble_after_waiting(self) -> str | None:
+        """Wait for the disk. Returns why the newest save of any rank is not on it; None where all
+        are. Every rank calls it.
+        """
         files = self._own_folder.files
         try:
             files.wait()

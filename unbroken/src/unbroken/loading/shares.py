@@ -229,15 +229,15 @@ class Shares:
         if self.agree_on_next_batch is None:
             return has_one
         ranks = self.agree_on_next_batch(has_one)
-        if ranks.ended_early is None:
+        if ranks.rank_ended_early is None:
             return ranks.everywhere
         if not done:
-            raise _no_data_on(ranks.ended_early)
+            raise _no_data_on(ranks.rank_ended_early)
         if not self._said_uneven:
             self._said_uneven = True
             say(
-                f"the data of rank {ranks.ended_early} ended after {done} batches, before those of"
-                " another rank: the epoch ends there for all ranks."
+                f"the data of rank {ranks.rank_ended_early} ended after {done} batches, before"
+                " those of another rank: the epoch ends there for all ranks."
             )
         return False
 
@@ -247,7 +247,7 @@ class Shares:
         But a rank that has nothing logs nothing, and the others would wait for its values.
         """
         if self.agree_on_next_batch is not None and not done:
-            rank = self.agree_on_next_batch(has_one).ended_early
+            rank = self.agree_on_next_batch(has_one).rank_ended_early
             if rank is not None:
                 raise _no_data_on(rank)
         return has_one

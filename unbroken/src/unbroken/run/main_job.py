@@ -177,18 +177,20 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
         raise
     except signals.Stopped as stop:
         release_child_processes()  # the other ranks end now
-        if not is_tested and timer.begun and trainer.is_global_zero:
-            # With one rank a second signal ends the run at once. With several it does not: torchrun
-            # signals the remaining ranks as soon as one has ended.
-            if trainer.world_size == 1:
-                signals.all_is_saved()
-            finish(trainer, result_of(config, run, trainer, signal.Signals(stop.signum).name))
-        if run.mirror is not None and trainer.is_global_zero:
-            run.mirror.take()
-            say(*run.mirror.finish(signals.seconds_left()))
-        step = trainer.global_step
-        resume = config.program.command("fit")
-        say(*stopped_lines(resume, run.folder, step, checkpoint.saved_step, mirror_option(run)))
+        try:
+            if not is_tested and timer.begun and trainer.is_global_zero:
+                # With one rank a further signal gives up what follows. With several it does not:
+                # torchrun signals the remaining ranks as soon as one has ended.
+                if trainer.world_size == 1:
+                    signals.all_is_saved()
+                finish(trainer, result_of(config, run, trainer, signal.Signals(stop.signum).name))
+            if run.mirror is not None and trainer.is_global_zero:
+                run.mirror.take()
+                say(*run.mirror.finish(signals.seconds_left()))
+        finally:
+            step = trainer.global_step
+            resume = config.program.command("fit")
+            say(*stopped_lines(resume, run.folder, step, checkpoint.saved_step, mirror_option(run)))
         raise
     finally:
         release_child_processes()

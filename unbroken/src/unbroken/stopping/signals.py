@@ -3,13 +3,13 @@
 
 What a signal does depends on the phase in which the process is (:class:`Phase`):
 
-| phase | from | a signal | a second or later one |
+| phase | from | the first signal | one after another, of this phase or an earlier one |
 | --- | --- | --- | --- |
-| IMPORTS | the start of a command | ends the process at once | (it has ended) |
+| IMPORTS | the start of a command | ends the process at once | (the process has ended) |
 | STARTS | its imports are done, or a script's Trainer sets up | raises Stopped | changes nothing |
 | TRAINS | training, a validation or a test begins | is noted: see ``stop.py`` | changes nothing |
 | SAVED | one rank: the last save is on the disk | raises Stopped | raises Stopped |
-| ENDS | the command is done | ends the process at once | (it has ended) |
+| ENDS | the command is done | ends the process at once | ends the process at once |
 
 ``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase
 from the Trainer's setup on: the run stops at the next step boundary, and its job is queued again.
@@ -20,12 +20,13 @@ signal through, a thread ends the process 1.5 s later (:func:`watch`). Rank zero
 ranks that it has started, since they would fail without it. A signal to one of them is passed on to
 rank zero.
 
-The first signal says how the run ends. A script's own handlers are called at every signal; what the
-last of them raises ends the run, in the place of ``Stopped``, when the step is saved.
+The first signal says how the run ends (in ENDS the one that comes). A script's own handlers are
+called at every signal; the last exception that they raise ends the run, in the place of
+``Stopped``, when the step is saved.
 
 After the save, a command with one rank is SAVED before it writes report and summary (``train`` in
-``unbroken/run/main_job.py``): a second signal then ends it at once. With several ranks it stays
-TRAINS to the end, since all of them must end together. In a script the handlers are the script's
+``unbroken/run/main_job.py``): a signal then gives both up. With several ranks it stays TRAINS to
+the end, since all of them must end together. In a script the handlers are the script's
 again as soon as ``Trainer.fit`` has told its callbacks of the end (:meth:`TakenOver.end`).
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
@@ -52,7 +53,8 @@ STOP_SIGNALS = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, 
 # A process that is asked to stop while it starts has so long to end by itself. Then a thread ends
 # it: inside a library Python runs no handler.
 START_UP_PATIENCE_S = 1.5
-# A run ends within 10 s after a signal. So much of it may pass until its mirror is left as it is.
+# A run should end within 10 s after a signal. So many of them are for the save and the mirror: what
+# the mirror lacks then stays missing, and a save that takes longer is told.
 STOP_S = 8.0
 
 
@@ -127,7 +129,7 @@ def install() -> None:
         for number in STOP_SIGNALS:
             # nohup wants no SIGHUP.
             if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, _note)
+                signal.signal(number, _handle)
         state.parent = os.getppid()
         if "TORCHELASTIC_RUN_ID" in os.environ or is_child():
             # A rank would train on without its agent, or wait for rank zero, and nobody could stop
@@ -163,9 +165,9 @@ class TakenOver:
         for number in STOP_SIGNALS:
             handler = signal.getsignal(number)
             # None: a handler that was not set from Python.
-            if handler not in (signal.SIG_IGN, _note, None):
+            if handler not in (signal.SIG_IGN, _handle, None):
                 self._handlers[number] = handler
-                signal.signal(number, _note)
+                signal.signal(number, _handle)
                 # Python's own handler of Ctrl-C only raises KeyboardInterrupt.
                 if callable(handler) and handler is not signal.default_int_handler:
                     state.scripts_handlers[number] = handler
@@ -213,7 +215,7 @@ def watch(clean_up: Callable[[], None] | None = None) -> None:
     handler alone acts.
     """
     state.clean_up = clean_up
-    is_ours = signal.getsignal(signal.SIGTERM) is _note
+    is_ours = signal.getsignal(signal.SIGTERM) is _handle
     if state.watched or state.has_begun or not is_ours or sys.platform == "win32":
         return
     state.watched = True
@@ -285,7 +287,7 @@ def as_stop(number: int) -> int:
     return signal.SIGTERM
 
 
-def _note(number: int, frame: FrameType | None) -> None:
+def _handle(number: int, frame: FrameType | None) -> None:
     signum = as_stop(number)
     is_first = _keep_first(signum)
     _call_the_scripts(number, frame)
@@ -296,10 +298,11 @@ def _note(number: int, frame: FrameType | None) -> None:
         os._exit(Stopped(signum).exit_code)
     if state.phase is Phase.STARTS:
         if not is_first:
-            # It is ending already, or after SLURM's signal: at its first step, to be queued again.
+            # It is ending already. Or SLURM's signal came first: then the run stops at its first
+            # step, and its job is queued again.
             return
         _end_ranks()
-    if state.phase is not Phase.TRAINS:
+    if state.phase in (Phase.STARTS, Phase.SAVED):
         raise Stopped(as_stop(state.requested))
     if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
         told = f"\n{signal.Signals(number).name}: saving, then stopping ...\n"

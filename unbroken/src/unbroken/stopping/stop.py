@@ -2,7 +2,7 @@
 
 What happens, in order:
 
-1. A signal reaches any rank at any moment. Its handler (signals.py) only notes it.
+1. A signal reaches any rank at any moment. In training its handler (signals.py) only notes it.
 2. At the end of the optimizer step, :class:`unbroken.checkpoint.ending.Ending` asks
    :class:`Agreement` for the largest request of any rank. One rank knows it at once; several know
    it one step later, or, where they ask each other before each batch, with the next batch.
@@ -13,8 +13,8 @@ What happens, in order:
    process with 143 or 130. For SIGTERM that is :class:`Terminated`. At SLURM's signal the job is
    queued again first, and the process ends as by SIGTERM.
 
-A signal behind the last agreement of a run ends a script when everything is saved, and a command at
-its next step: see ``Ending.stop_if_asked_late`` and ``unbroken.cli.start``.
+A signal after the last agreement of a run ends a script once everything is saved
+(``Ending.stop_if_asked_late``), and a command in its test or at its end (``unbroken.cli.start``).
 """
 
 import signal
@@ -31,7 +31,8 @@ from unbroken.stopping.signals import Stopped
 # SLURM's signal, more than a stop.
 SAVE_DUE = 1
 STOP = 1000
-REQUEUE = 2000
+# A multiple of STOP: see signal_of.
+REQUEUE = 2 * STOP
 
 
 def request_of(signum: int) -> int:
@@ -64,7 +65,7 @@ class NextBatch(NamedTuple):
     # Whether every rank has one.
     everywhere: bool
     # The highest rank that has none, where others have one; else None.
-    ended_early: int | None
+    rank_ended_early: int | None
 
 
 class Agreement:

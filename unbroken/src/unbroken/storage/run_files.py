@@ -106,7 +106,8 @@ class RunFiles:
         flush: Callable[[], None],
         when_saved: Callable[[], None],
     ) -> None:
-        """Save the state that the Trainer has now. Every rank calls it; rank zero writes.
+        """Save the Trainer's state, as ``add_state`` corrects it. Every rank calls it; rank zero
+        writes.
 
         Lightning makes its checkpoint, and ``add_state`` adds to it (:class:`OneSave`). It is made
         plain. Then it is written, or copied for the thread that writes it.
@@ -130,15 +131,16 @@ class RunFiles:
                 written them.
 
         Raises:
-            UserError: On all ranks, with one line, where the state cannot be saved at all.
+            UserError: On all ranks, with one line, where the state itself (not the disk) is what
+                cannot be saved.
         """
         begun = time.perf_counter()
         theirs = trainer.strategy.checkpoint_io
         io = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
         job = WriteJob(io, target, also, when_saved)
         one_save = OneSave(trainer, add_state)
-        # Also where the save before has failed: the other ranks make their part of this one.
-        failure = self._failure_of_the_save_before()
+        # Even if the save before has failed, this one is made: the other ranks wait for it there.
+        failure = self._wait_for_the_save_before()
         try:
             checkpoint = one_save.make(target)
             if checkpoint is not None and failure is None:
@@ -157,8 +159,10 @@ class RunFiles:
                 raise UserError(f"{reason}. The run has stopped; nothing was saved.")
             raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
 
-    def _failure_of_the_save_before(self) -> str | None:
-        """Wait for the save before, which has memory for a whole state. None: it has not failed."""
+    def _wait_for_the_save_before(self) -> str | None:
+        """Wait for the save before, because it has memory for a whole state. Returns why it has
+        failed; None: it has not.
+        """
         try:
             self._thread.wait()
         except (UserError, NotPlain) as error:
