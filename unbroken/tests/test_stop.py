@@ -172,6 +172,38 @@ def test_a_signal_in_the_final_test_ends_it_and_auto_finishes_the_run(
     assert facts["test/accuracy"] > 0.3
 
 
+# fit, which gets Ctrl-C at a step, and once more while its results are put together
+WHILE_IT_FINISHES = """
+import os, signal, sys
+from lightning.pytorch import Callback
+from numerals.fit import job as fit
+from tests.commands import build_with
+from unbroken.run import Job
+from unbroken.cli import start as command
+
+class Hit(Callback):
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def add_facts(self, trainer, result):
+        os.kill(os.getpid(), signal.SIGINT)
+
+Job.build = build_with(Hit())
+command.run(fit.main)
+"""
+
+
+def test_a_further_ctrl_c_gives_the_report_up_and_leaves_the_command_that_resumes(
+    workplace: Path,
+) -> None:
+    words = [sys.executable, "-c", WHILE_IT_FINISHES, *SMALL, "--run_name", "r"]
+    done = complete(words)
+    assert done.returncode == 130, done.stderr
+    assert done.stdout.endswith(GO_ON), done.stdout
+    assert not Path("checkpoints/r/report.html").exists()
+
+
 @pytest.mark.nightly
 def test_a_rank_that_dies_takes_the_job_down(workplace: Path) -> None:
     log = workplace / "log.txt"
