@@ -23,6 +23,7 @@ from unbroken.cli.explain import explain
 from unbroken.cli.read_checkpoint import load
 from unbroken.cli.refusals import refusals_as_errors
 from unbroken.commands import test as test_command
+from unbroken.tables import load_yaml
 
 from tests.commands import SMALL, checkpoint, finished_run, summary
 
@@ -346,6 +347,10 @@ def test_a_config_in_which_a_few_aliases_name_very_much_is_refused_at_once(
     assert "--data" in error_of(capsys, "--data", "many.yaml")
     with pytest.raises(yaml.YAMLError, match=too_many):
         get_loader("yaml")(text)
+
+
+def test_a_long_yaml_text_with_a_star_has_no_aliases() -> None:
+    assert len(load_yaml("a: '*.png'\nb: [" + "1, " * 100_001 + "]")["b"]) == 100_001
 
 
 @pytest.mark.nightly

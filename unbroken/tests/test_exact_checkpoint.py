@@ -1249,6 +1249,22 @@ def test_an_optimizer_that_cannot_take_the_saved_state_is_refused_before_a_file_
     assert checkpoint(Path("r/last.ckpt"))["global_step"] == 50
 
 
+class LetsTheStateGo(Optimizes):
+    """Wants no state of an optimizer from a checkpoint."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"] = []
+
+
+def test_another_optimizer_trains_on_where_nothing_of_the_saved_state_is_loaded(
+    workplace: Path,
+) -> None:
+    with pytest.raises(RuntimeError, match="died"):
+        fit("r", Dies(11), make=lambda: Optimizes(torch.optim.AdamW), epochs=1)
+    fit("r", make=lambda: LetsTheStateGo(torch.optim.SGD), epochs=1)
+    assert checkpoint(Path("r/last.ckpt"))["global_step"] == 50
+
+
 class NotesTheSanityCheck(Regression):
     """Notes how long the Trainer's sanity check is, as each step of its training reads it."""
 

@@ -342,6 +342,8 @@ def test_a_finished_run_stays_as_it_is_where_a_new_start_leaves_no_step(
         assert "nothing is left to train" in told
         assert line in told
         assert "resuming" not in told
+    assert fit.main([*arguments, "--max_time", "2h"]) == 2
+    assert "duration='2h'" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()} == before
 
 

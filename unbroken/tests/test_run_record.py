@@ -130,13 +130,14 @@ def test_a_resumed_run_keeps_its_page_and_says_that_another_optimizer_starts_ane
 def test_the_configuration_says_what_every_resume_has_changed(folder: Path) -> None:
     sgd, adam = CONFIG, CONFIG | {"model": {"optimizer": "Adam", "text": "1e5"}}
     path = None
+    changed = [[], ["model.optimizer: SGD → Adam"], [], ["model.optimizer: Adam → SGD"]]
     for epochs, config in enumerate((sgd, adam, adam, sgd), start=1):
-        trainer = trainer_with(RunRecord(folder, "id1", config, CODE), epochs=epochs)
+        record = RunRecord(folder, "id1", config, CODE, changed[epochs - 1])
+        trainer = trainer_with(record, epochs=epochs)
         trainer.fit(Typed(), Numbers(), ckpt_path=path, weights_only=True)
         path = folder / "last.ckpt"
     lines = (folder / "config.yaml").read_text().splitlines()
-    changes = ["model.optimizer: SGD → Adam", "model.optimizer: Adam → SGD"]
-    assert lines[1:3] == [f"# step 4: {changes[0]}", f"# step 12: {changes[1]}"]
+    assert lines[1:3] == [f"# step 4: {changed[1][0]}", f"# step 12: {changed[3][0]}"]
     assert yaml.safe_load("\n".join(lines)) == CONFIG
 
 

@@ -319,11 +319,13 @@ def test_a_run_that_was_resumed_with_other_settings_is_no_further_seed(
 
     make_run(root, "slow-3", 0.01, 3, 0.1)
     add_comment("slow-3", "model.lr: 0.5 → 0.01")
+    # A mapping's keys are the user's own.
+    add_comment("slow-3", "model.weights.New York: 1.0 → 1.0")
     # No number depends on it.
     add_comment("slow-2", "trainer.logger: csv → False")
     found = {row["runs"]: row for row in listed(root, "--seeds")}
     assert found.keys() == {"fast", "slow-1 slow-2", "slow-3"}
-    assert found["slow-3"]["resumed_with"] == "step 20: model.lr: 0.5 → 0.01"
+    assert found["slow-3"]["resumed_with"].endswith("; step 20: model.lr: 0.5 → 0.01")
     # It is said where there is no other run as well.
     for name in ("fast", "slow-1", "slow-2"):
         shutil.rmtree(root / name)

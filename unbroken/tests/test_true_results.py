@@ -161,6 +161,27 @@ def test_a_best_of_other_samples_is_no_rival(
     assert checkpoint(Path("run/best.ckpt"))["global_step"] == 2 * STEPS
 
 
+class Worsens(Regression):
+    """Is worse in each validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", float(self.current_epoch))
+
+
+@pytest.mark.parametrize("flags", [{"check_val_every_n_epoch": 2}, {"limit_val_batches": 0}])
+def test_validations_that_are_not_made_yet_are_no_other_ones(
+    workplace: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, int]
+) -> None:
+    every = {"check_val_every_n_epoch": 2}
+    with pytest.raises(RuntimeError, match="died"):
+        fit(Worsens, "val_loss", "min", 4, Dies(2 * STEPS + 3), **every)
+    with pytest.raises(RuntimeError, match="died"):
+        fit(Worsens, "val_loss", "min", 4, Dies(3 * STEPS + 3), **every | flags)
+    keep = fit(Worsens, "val_loss", "min", 4, **every)
+    assert (keep.best.epoch, keep.best.score) == (1, 1.0)
+    assert "other samples" not in capsys.readouterr().out
+
+
 def test_callbacks_that_keep_their_best_of_other_samples_are_named(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -243,6 +264,10 @@ def test_a_row_without_an_epoch_is_of_the_moment_of_the_row_before(tmp_path: Pat
     assert RunningTrial.scores(trial, RunningTrial.rows(trial)) == {0: 7.0, 1: 8.0}
     path.write_text("step,val_x\n5,7.0\n")
     assert RunningTrial.scores(trial, RunningTrial.rows(trial)) == {0: 7.0}
+    # Lightning's LearningRateMonitor logs as an epoch begins.
+    path.write_text("step,epoch,train_loss,lr\n9,0,0.5,\n10,,,0.1\n19,1,0.4,\n")
+    assert read_series(path, 2)["lr"] == [(10, 0.1)]
+    assert read_epochs(path, 2)[1] == {"epoch": 2, "train_loss": 0.4, "lr": 0.1}
 
 
 def test_a_checkpoints_record_has_the_metrics_of_its_own_weights(workplace: Path) -> None:

@@ -175,8 +175,8 @@ def leave_out_empty_hooks() -> None:
     """Keep Lightning from calling hooks of a batch that do nothing.
 
     It calls six hooks of every callback in a step, and times each call for a profiler, which takes
-    longer than most hooks. Before a call it asks ``callable(hook)``, and here it is answered. The
-    callbacks stay as they are, so that everybody else may call or replace each hook at any time.
+    longer than most hooks. Before each call it asks ``callable(hook)``. Lightning's module ``call`` gets
+    a ``callable`` of ours, which answers no for an empty hook. The callbacks stay as they are, so that everybody else may call or replace each hook at any time.
     Public way missing: every callback has all hooks.
     """
     vars(call)["callable"] = does_something
@@ -267,6 +267,14 @@ def next_requeue_checkpoint(trainer: Trainer) -> Path:
     way missing: no other name leads there.
     """
     return Path(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+def brings_optimizers(trainer: Trainer) -> bool:
+    """Whether the checkpoint that was read has states of optimizers to load.
+
+    Public way missing: a hook that is called later than ours may have taken them out.
+    """
+    return bool(trainer._checkpoint_connector._loaded_checkpoint.get("optimizer_states"))
 
 
 def asked_checkpoint(trainer: Trainer) -> Any:

@@ -34,7 +34,7 @@ MADE_BY = {"Software": __name__.split(".")[0]}
 MARK_OF_PICTURE = b"Software\0" + MADE_BY["Software"].encode()
 # A number beyond it cannot be averaged or drawn.
 LARGEST_NUMBER = 1e100
-# Of a YAML text with aliases
+# The most values of a YAML text whose aliases are written out
 MOST_VALUES = 100_000
 
 
@@ -156,10 +156,8 @@ def csv_cell(value: Any) -> Any:
 
 
 def read_rows(path: Path, is_bounded: bool = False) -> Iterator[dict[str, float]]:
-    """The rows of a ``metrics.csv``, without empty cells; none where there is no file.
-
-    A row without an epoch was logged under a number of the module's own, as by ``self.log("step",
-    ...)``. It is given the optimizer step and the epoch of the row before it.
+    """The rows of a ``metrics.csv``, without empty cells; none where there is no file. A row
+    without an epoch is given one (:func:`with_moment`).
 
     Args:
         path: The file.
@@ -169,13 +167,32 @@ def read_rows(path: Path, is_bounded: bool = False) -> Iterator[dict[str, float]
         cells = Cells(path, is_bounded)
     except FileNotFoundError:
         return
-    moment: dict[str, float] = {}
+    before: dict[str, float] = {}
+    without: list[dict[str, float]] = []
     for cells_of_row in cells:
         pairs = zip(cells.names, cells_of_row, strict=True)
         row = {name: float(text) for name, text in pairs if text}
-        if "epoch" in row:
-            moment = {name: row[name] for name in ("step", "epoch") if name in row}
-        yield row | moment
+        if "epoch" not in row:
+            without.append(row)
+            continue
+        yield from (with_moment(each, before, row) for each in without)
+        without = []
+        before = {name: row[name] for name in ("step", "epoch") if name in row}
+        yield row
+    yield from (with_moment(each, before, {}) for each in without)
+
+
+def with_moment(
+    row: dict[str, float], before: dict[str, float], after: dict[str, float]
+) -> dict[str, float]:
+    """A row that was logged without an epoch, with that of a row beside it.
+
+    Lightning's LearningRateMonitor logs so as an epoch begins: the step fits between the rows, and
+    the epoch is that of the row after it. A row whose step does not fit was logged under a number
+    of the module's own, as by ``self.log("step", ...)``. It is of the moment of the row before it.
+    """
+    fits = "step" in row and before.get("step", 0) <= row["step"] <= after.get("step", -1)
+    return row | ({"epoch": after["epoch"]} if fits else before)
 
 
 def format_table(rows: Sequence[Row]) -> str:
@@ -276,8 +293,15 @@ def refuse_too_many_aliases(text: str) -> None:
     """A ValueError where a YAML text has very many values with its aliases written out: a few lines
     can name them. So has one that contains itself, as in ``&x [*x]``.
     """
-    if "*" in text and _written_out(yaml.compose(text, yaml.SafeLoader), {}) > MOST_VALUES:
+    if has_aliases(text) and _written_out(yaml.compose(text, yaml.SafeLoader), {}) > MOST_VALUES:
         raise ValueError(f"with its aliases written out it has more than {MOST_VALUES:,} values")
+
+
+def has_aliases(text: str) -> bool:
+    """Whether a YAML text names something a second time."""
+    if "*" not in text:
+        return False
+    return any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader))
 
 
 def _written_out(node: yaml.Node | None, known: dict[yaml.Node, float]) -> float:

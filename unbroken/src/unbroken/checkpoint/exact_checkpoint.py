@@ -284,7 +284,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def _fill_in(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
         """Put the objects of this start into a checkpoint that could not hold those of the last,
-        and let the module's weights and buffers be of the checkpoint's types and sizes.
+        convert the module to this run's precision, and make room for the checkpoint's buffers.
         """
         module = trainer.lightning_module
         plugin = trainer.precision_plugin

@@ -51,7 +51,8 @@ class KeptParts:
 
     Args:
         loading: Reads the loaders of this training.
-        followed: Whether validations log the metric that is followed.
+        followed: The metric that is followed; its value in a checkpoint is whether validations log
+            it.
         further: The user's own parts.
         undeclared: Whether state is kept that nobody has declared.
     """

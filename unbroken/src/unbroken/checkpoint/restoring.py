@@ -40,6 +40,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from unbroken import lightning_internals
 from unbroken.checkpoint.following import Best
 from unbroken.checkpoint.kept import KeptParts
@@ -265,7 +266,8 @@ class Restoring:
         was. A UserError for an optimizer that cannot load its state.
         """
         start = resume.shared.get(self._kept.hyperparameters.name, {})
-        refuse_other_optimizers(trainer, start.get("optimizers", []))
+        if lightning_internals.brings_optimizers(trainer):
+            refuse_other_optimizers(trainer, start.get("optimizers", []))
         if self._state_types is not None:
             self._state_types.begin(trainer)
         settings = self._kept.settings
@@ -407,8 +409,8 @@ class Restoring:
         if differs and self._best.score is not None:
             self._lines.append(
                 "validations read other samples than before, so the best so far"
-                f" ({self._best.monitor} {self._best.score:.6g}) is no rival: the best is looked"
-                f" for anew.{sentence_of_those_that_keep_theirs(trainer)}"
+                f" ({self._best.monitor} {self._best.score:.6g}) cannot be compared with what"
+                f" comes: the best is looked for anew.{sentence_of_those_that_keep_theirs(trainer)}"
             )
             self._best.forget()
 
@@ -518,8 +520,10 @@ class Restoring:
 
 
 def sentence_of_those_that_keep_theirs(trainer: Trainer) -> str:
-    """A sentence for Lightning's callbacks that go by the best value that they have seen."""
+    """A sentence for what of Lightning and torch goes by the best value that it has seen."""
     everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    kinds = EarlyStopping | ModelCheckpoint
-    names = sorted({type(each).__name__ for each in everyone if isinstance(each, kinds)})
+    schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
+    kinds = EarlyStopping | ModelCheckpoint | ReduceLROnPlateau
+    found = [each for each in (*everyone, *schedules) if isinstance(each, kinds)]
+    names = sorted({type(each).__name__ for each in found})
     return f" {' and '.join(names)}: the best of before still counts there." if names else ""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -163,7 +164,11 @@ def reached_limit(checkpoint: dict[str, Any], settings: Mapping[str, Any]) -> st
     max_epochs = settings["max_epochs"]
     if max_epochs is not None and 0 <= max_epochs <= epochs:
         return "max_epochs"
-    timer = Timer(settings["max_time"])
+    try:
+        timer = Timer(settings["max_time"])
+    except (MisconfigurationException, TypeError):
+        # The Trainer refuses it.
+        return None
     clock = checkpoint["callbacks"].get(timer.state_key)
     if clock is not None:
         timer.load_state_dict(clock)

@@ -32,6 +32,7 @@ from unbroken.storage.checkpoint_files import read, record
 from unbroken.storage.contents import CHOSEN
 from unbroken.storage.seals import fingerprint, refuse_other_contents, without_states
 from unbroken.storage.weights import load_weights, misfits_as_errors, refuse_other_kinds_of_numbers
+from unbroken.tables import flat
 from unbroken.trust.imports import imports_asked_of
 from unbroken.trust.sizes import bounded_by
 from unbroken.trust.strangers import Stranger
@@ -97,7 +98,8 @@ def _resumed_configuration(
             " says. If you trust it: --trust_checkpoint true, or share a key (UNBROKEN_KEY)."
             f" Its weights alone: --init_weights {checkpoint}."
         )
-    base = with_names_of_now(known["config"], program.moved)
+    before = with_names_of_now(known["config"], program.moved)
+    base = dict(before)
     unknown = leave_out_what_is_no_longer_taken(program, base)
     if unknown:
         raise UserError(
@@ -114,8 +116,21 @@ def _resumed_configuration(
     if isinstance(config.datamodule, contract.StaysWithSource):
         # It has several sources, and the earlier run's is used.
         config.datamodule.stay_with(known.get("data_source"))
-    run.changes = [printable(line) for line in differences(known["config"], config.resolved)]
+    run.changes = changes_between(before, config.resolved, line)
     return config
+
+
+def changes_between(before: dict[str, Any], now: dict[str, Any], line: CommandLine) -> list[str]:
+    """A line for each setting that the user has changed. One that the run did not have, and that
+    nobody has given, is new in this version, and is what it was without a name.
+    """
+    had = flat(before)
+
+    def is_the_users(name: str) -> bool:
+        return name in had or any(f"{name}.".startswith(f"{given}.") for given in line.given)
+
+    changes = [(change.partition(": ")[0], change) for change in differences(before, now)]
+    return [printable(change) for name, change in changes if is_the_users(name)]
 
 
 def is_trusted(line: CommandLine) -> bool:

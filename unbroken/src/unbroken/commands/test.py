@@ -17,7 +17,7 @@ from unbroken.cli.trainer_flags import build_trainer, trainer_flags
 from unbroken.cli.typed import CommandLine
 from unbroken.commands.program_of import program_of
 from unbroken.errors import UserError
-from unbroken.loading.samplers import cut_of
+from unbroken.loading.samplers import cut_of, reads_all
 from unbroken.mirror.store import is_address, without_password
 from unbroken.results.facts import beside_facts, device_name, samples_of
 from unbroken.run.final_test import as_test, float32_products, lacks_for_test
@@ -100,11 +100,9 @@ def tested_samples(trainer: Trainer) -> int | None:
     """Samples that were tested; None where only a part of the test set was tested, or nobody knows
     how many it has.
     """
-    limit = trainer.limit_test_batches
-    is_whole = isinstance(limit, float) and limit == 1.0  # an int is a number of batches
     loader = trainer.test_dataloaders
     samples = samples_of(loader)
     batch_size, drops_last = cut_of(loader)
-    if samples is None or batch_size is None or not is_whole:
+    if samples is None or batch_size is None or not reads_all(trainer.limit_test_batches):
         return None
     return samples - samples % batch_size if drops_last else samples

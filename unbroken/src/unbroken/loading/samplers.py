@@ -86,6 +86,13 @@ def cuts_as_torch_does(batch_sampler: Any) -> bool:
     return type(batch_sampler).__iter__ is data.BatchSampler.__iter__ and not has_more
 
 
+def reads_all(limit: float) -> bool:
+    """Whether a Trainer's limit, such as ``limit_val_batches``, is all batches. An int is a number
+    of batches: 1 is one of them.
+    """
+    return isinstance(limit, float) and limit == 1.0
+
+
 def cut_of(loader: Any) -> Cut:
     """How a loader cuts its batches now: ``batch_sampler.batch_size`` may be set at any time."""
     batch_sampler: Any = getattr(loader, "batch_sampler", None)

@@ -129,7 +129,8 @@ class ThroughputMonitor(Monitor):
             trainer: The Trainer that has trained.
             metrics: The medians.
         """
-        if not metrics:
+        if "throughput/data_wait_pct" not in metrics:
+            # A metric of this group may be the module's own.
             return ""
         waited = metrics["throughput/data_wait_pct"]
         busy = metrics.get("throughput/gpu_utilization_pct")
@@ -215,12 +216,13 @@ class ThroughputMonitor(Monitor):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._steps_to_log:
             self._log_window(trainer)
-        elif 0 < self._steps <= WARM_UP_STEPS and not self.windows:
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if 0 < self._steps <= WARM_UP_STEPS:
+            # There is nothing but the warm-up.
             last_step = self._warm_up[-1] if self._warm_up else None
             logged = self._log(trainer, last_step)
             self._of_short_run = [logged] if logged else []
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end()
 
     def on_exception(

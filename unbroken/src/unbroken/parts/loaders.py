@@ -90,15 +90,15 @@ class ValidationSamples(Note):
     """Which samples a validation reads: the Trainer's limit, and what the data sets hold, as
     training began and now.
 
-    A metric that was measured with other samples is no rival of one that is measured from here:
-    :meth:`differs` tells.
+    A metric that was measured with other samples cannot be compared with one that is measured from
+    here: :meth:`differs` tells.
     """
 
     name = "validation_samples"
     changes_in_validation = False
 
     def __init__(self) -> None:
-        self._begun: list[Any] = []
+        self._begun: dict[str, Any] = {}
 
     def begin(self, trainer: Trainer) -> None:
         """Note what is there as training starts."""
@@ -111,13 +111,23 @@ class ValidationSamples(Note):
         """Whether validations read other samples than at the save, and than at the start before
         it: where training changes them, a resumed run begins with those that it began with then.
         """
-        return self._begun not in (saved["begun"], saved["now"])
+        for kind, mine in self._begun.items():
+            theirs = [saved[moment][kind] for moment in ("begun", "now")]
+            known = [each for each in theirs if each is not None]
+            if mine is not None and known and mine not in known:
+                return True
+        return False
 
-    def _look(self, trainer: Trainer) -> list[Any]:
+    def _look(self, trainer: Trainer) -> dict[str, Any]:
+        """The limit, and an outline of each data set; None for what is not known."""
+        if not trainer.enable_validation:
+            return {"limit": None, "data_sets": None}
+        loaders = [loader for _, loader in loaders_in(trainer.val_dataloaders)]
+        outlines = [outline_of_samples(loader) for loader in loaders]
+        # Where they are made anew, the data sets of the next epoch may be others by intent.
+        are_of_the_run = loaders and not trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         # 1 is one batch, and 1.0 all of them.
-        limit = repr(trainer.limit_val_batches)
-        if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
-            # The data sets of the next epoch may be others by intent.
-            return [limit]
-        loaders = loaders_in(trainer.val_dataloaders)
-        return [limit, *(outline_of_samples(loader) for _, loader in loaders)]
+        return {
+            "limit": repr(trainer.limit_val_batches),
+            "data_sets": outlines if are_of_the_run else None,
+        }

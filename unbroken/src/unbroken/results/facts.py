@@ -21,7 +21,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, DistributedSampler
 from unbroken import contract
-from unbroken.loading.samplers import cut_of, gives_a_share, is_stream, source_of
+from unbroken.loading.samplers import cut_of, gives_a_share, is_stream, reads_all, source_of
 from unbroken.machine.hardware import cpu
 from unbroken.mirror.store import without_password
 from unbroken.version import __version__
@@ -145,8 +145,8 @@ def processor_name() -> str:
 
 
 def samples_of(loader: Any) -> int | None:
-    """Samples of a whole pass of a loader, on all ranks: as many as its sampler draws, with a rest
-    that ``drop_last`` leaves out.
+    """Samples of a whole pass of a loader, on all ranks: as many as its sampler draws. A rest that
+    ``drop_last`` leaves out is counted, too.
 
     None where nobody knows: several loaders, data without a length, batches that the user or the
     dataset cuts, a sampler of the user's own that gives a rank its share.
@@ -166,10 +166,7 @@ def training_samples(trainer: Trainer) -> int | None:
     loader = trainer.train_dataloader
     samples = samples_of(loader)
     batch_size = cut_of(loader).batch_size
-    limit = trainer.limit_train_batches
-    # An int is a number of batches.
-    is_whole = isinstance(limit, float) and limit == 1.0
-    if samples is None or batch_size is None or is_whole:
+    if samples is None or batch_size is None or reads_all(trainer.limit_train_batches):
         return samples
     return min(samples, int(trainer.num_training_batches) * batch_size * trainer.world_size)
 

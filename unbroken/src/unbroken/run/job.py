@@ -86,7 +86,8 @@ class Run:
         """The callback that writes config.yaml, and names the run in each of its checkpoints."""
         run_id = self._run_folder.run_id
         program = self.config.program
-        return RunRecord(self.folder, run_id, self.config.resolved, program.code)
+        changes = self._run_folder.changes
+        return RunRecord(self.folder, run_id, self.config.resolved, program.code, changes)
 
     @cached_property
     def trackers(self) -> list[Logger]:

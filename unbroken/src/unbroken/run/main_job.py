@@ -245,13 +245,16 @@ def finish(trainer: Trainer, result: RunResult) -> None:
     """Let every callback and logger add what it knows, on rank zero also of what was logged in
     earlier starts; then, on rank zero, leave what it wants to leave.
     """
-    if trainer.is_global_zero:
-        for part in parts_of(trainer):
-            if isinstance(part, MetricsCSV):
-                part.write()
-                result.series = read_series(part.path, result.summary.epochs)
-                result.epochs = read_epochs(part.path, result.summary.epochs)
-    add_all_facts(trainer, result)
+    try:
+        if trainer.is_global_zero:
+            for part in parts_of(trainer):
+                if isinstance(part, MetricsCSV):
+                    part.write()
+                    result.series = read_series(part.path, result.summary.epochs)
+                    result.epochs = read_epochs(part.path, result.summary.epochs)
+    finally:
+        # The other ranks are there, whatever the disk does.
+        add_all_facts(trainer, result)
     if trainer.is_global_zero:
         leave_everything(trainer, result)
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from unbroken import contract
-from unbroken.cli.cli import differences
 from unbroken.cli.plain_values import dump_yaml
 from unbroken.errors import printable
 from unbroken.parts.metrics import logged_since
@@ -24,7 +23,7 @@ from unbroken.tables import flat
 SUMMARY = "summary.json"
 OF_AN_END = (SUMMARY, "report.html", "digests.csv")
 # How the code differed from its commit
-CHANGES = "uncommitted.diff"
+UNCOMMITTED = "uncommitted.diff"
 
 
 class RunRecord(Callback):
@@ -35,7 +34,8 @@ class RunRecord(Callback):
       Not earlier: a run that cannot start changes nothing of older ones.
       ``config.yaml`` says of each setting that was changed at a resume from which step on.
     - In each checkpoint, under ``run``: name, id, configuration and its changes, versions, data,
-      precision, and the metrics that the validation of its weights has logged.
+      precision, and what was logged since the newest validation began, if no step was trained
+      after it.
 
     It stands before the callback that saves checkpoints in the list of callbacks.
 
@@ -44,13 +44,22 @@ class RunRecord(Callback):
         run_id: Belongs to the folder, and tells its checkpoints from those of another run.
         config: Every setting as a plain value.
         code: The folder of the package that trains.
+        changes: A line for each setting that differs from the checkpoint's, where this is a resume.
     """
 
     # No hook of this puts other weights in for a validation.
     validates_trained_weights = True
 
-    def __init__(self, folder: Path, run_id: str, config: dict[str, Any], code: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        run_id: str,
+        config: dict[str, Any],
+        code: Path,
+        changes: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
+        self.changes = changes
         self.code = code
         self.config = config
         self.facts: dict[str, Any] = {
@@ -58,7 +67,7 @@ class RunRecord(Callback):
             "run_id": run_id,
             "config": config,
             # A line for each setting that was changed at a resume
-            "changes": [],
+            "resumed_with": [],
             "versions": versions(),
         }
         self.deleted_in: int | None = None  # the epoch in which the folder was deleted
@@ -100,19 +109,16 @@ class RunRecord(Callback):
             return
         self._resumes = True
         saved = record_in(checkpoint)
-        self._note_changes(saved, checkpoint["global_step"])
+        step = checkpoint["global_step"]
+        earlier = [printable(str(each)) for each in saved.get("resumed_with", [])]
+        new = [f"step {step}: {change}" for change in self.changes]
+        self.facts["resumed_with"] = [*earlier, *new]
         before = flat(saved.get("config", {})).get("model.optimizer")
         now = flat(self.config).get("model.optimizer")
         if before != now:
             self._notes.append(f"optimizer {before} → {now}: its state starts anew.")
             checkpoint["optimizer_states"] = []
             forget_groups(saved.get("state"))
-
-    def _note_changes(self, saved: dict[str, Any], step: int) -> None:
-        # A file of another program has no configuration to compare with.
-        changes = differences(saved["config"], self.config) if "config" in saved else []
-        new = [printable(f"step {step}: {change}") for change in changes]
-        self.facts["changes"] = [*saved.get("changes", []), *new]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         say(*self._notes)
@@ -122,7 +128,7 @@ class RunRecord(Callback):
         is_new = not self._resumes and trainer.global_step == 0
         if is_new:
             # Of a start that was killed before its first save
-            (self.folder / CHANGES).unlink(missing_ok=True)
+            (self.folder / UNCOMMITTED).unlink(missing_ok=True)
         self._write_config()
         self._has_written = True
         # A summary is that of a run that has ended. This one has more to do: it was made longer.
@@ -155,7 +161,7 @@ class RunRecord(Callback):
         point_latest_at(self.folder)
 
     def _write_config(self) -> None:
-        write_config(self.folder, self.config, self.code, self.facts["changes"])
+        write_config(self.folder, self.config, self.code, self.facts["resumed_with"])
 
     def _is_deleted(self) -> bool:
         """Whether the folder is gone, or was made again by a logger that had something to save."""
@@ -172,7 +178,7 @@ def forget_groups(state: dict[str, Any] | None) -> None:
     if state is None:
         return
     if state.get("start"):
-        state["start"]["groups"] = []
+        state["start"] |= {"groups": [], "optimizers": []}
     forget_groups((state.get("inside_epoch") or {}).get("state"))
 
 
@@ -200,4 +206,4 @@ def write_config(
     if uncommitted:
         # The first lines name the files that git does not know. `patch` skips them.
         difference = git(code, "diff", "--no-ext-diff", "--no-color", "HEAD") or ""
-        write_atomically(f"{uncommitted}\n{difference}", folder / CHANGES)
+        write_atomically(f"{uncommitted}\n{difference}", folder / UNCOMMITTED)

@@ -35,11 +35,11 @@ DATA_ROOT = "data.root"
 DATA_SOURCE = "data.source"
 # What the run has found there, such as files or sample
 FOUND_SOURCE = "data_source"
-# The settings that were changed at a resume, as one setting: such a run is none of those that had
-# the last settings all along.
+# The changes that resumes have made, as one setting: so a run that changed on its way is never
+# averaged with runs that had its last settings from the start.
 RESUMED_WITH = "resumed_with"
 # How the config.yaml of a run tells of one, such as "# step 20: model.lr: 0.1 → 0.02"
-CHANGE = re.compile(r"# (step \d+: ([^\s:]+): .*)")
+CHANGE = re.compile(r"# (step \d+: (.+?): .*)")
 # A run's folder has at least one of these files.
 FILES = ("config.yaml", "summary.json", "metrics.csv", "last.ckpt")
 LOCK = ".lock"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from unbroken.cli.cli import Configuration
 from unbroken.commands.tune.short_training import ShortTraining, train_shortly
@@ -19,7 +20,6 @@ from unbroken.loading.log_steps import synchronize
 from unbroken.machine import hardware
 from unbroken.machine.live_memory import LiveMemory
 from unbroken.monitors.throughput import samples_in
-from unbroken.results.facts import samples_of
 
 # The steps in which the CPU's memory is counted. A compiled network runs eagerly in them.
 COUNTED_STEPS = 2
@@ -138,7 +138,8 @@ class TrainingSteps:
         self.datamodule.prepare_data()
         self.datamodule.setup("fit")
         # None if unknown.
-        self.training_samples = samples_of(self.datamodule.train_dataloader())
+        loader = self.datamodule.train_dataloader()
+        self.training_samples = sized_len(getattr(loader, "dataset", None))
 
     def _limit_bytes(self, typed_gib: float | None) -> int | None:
         limits = [] if typed_gib is None else [typed_gib]
