@@ -175,9 +175,10 @@ def leave_out_empty_hooks() -> None:
     """Keep Lightning from calling hooks of a batch that do nothing.
 
     It calls six hooks of every callback in a step, and times each call for a profiler, which takes
-    longer than most hooks. Before each call it asks ``callable(hook)``. Lightning's module ``call`` gets
-    a ``callable`` of ours, which answers no for an empty hook. The callbacks stay as they are, so that everybody else may call or replace each hook at any time.
-    Public way missing: every callback has all hooks.
+    longer than most hooks. Before each call it asks ``callable(hook)``. Lightning's module ``call``
+    gets a ``callable`` of ours, which answers no for an empty hook. The callbacks stay as they are,
+    so that everybody else may call or replace each hook at any time. Public way missing: every
+    callback has all hooks.
     """
     vars(call)["callable"] = does_something
 
