@@ -436,12 +436,26 @@ def without_measured(state: dict[str, Any]) -> dict[str, Any]:
     }
     # The outline is a hash of all the rest, also of those names.
     others = {name: x for name, x in state.items() if name != "outline"}
+    # Which objects attributes hold is told of those that this process began with. A list that
+    # training has replaced by an equal one is no change, and a resumed run begins with it.
+    others["ranks"] = [without_objects(rank) for rank in state["ranks"]]
+    # So it is with settings of a schedule: of stochastic weight averaging a resumed run begins with
+    # those that it sets once it averages. How it steps is seen in the rates.
+    others["trainer"] = {
+        name: x for name, x in state["trainer"].items() if not name.startswith("schedules.")
+    }
     if "inside_epoch" in others:
         inside = others["inside_epoch"]
         inside["state"] = without_measured(inside["state"])
         for name in MEASURING:
             inside["entries"]["callbacks"].pop(name, None)
     return others | kept
+
+
+def without_objects(rank: dict[str, Any]) -> dict[str, Any]:
+    """The state of a rank without which objects its attributes hold."""
+    kept = {name: x for name, x in rank["objects"].items() if name != "objects"}
+    return rank | {"objects": kept}
 
 
 def differences_in_training(ours: Any, theirs: Any, name: str) -> list[str]:

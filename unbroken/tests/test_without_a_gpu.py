@@ -120,7 +120,7 @@ def test_the_final_test_of_a_compiled_network_compiles_nothing() -> None:
         return [{"test/sum": float(module.layer(torch.ones(1, 8)).sum().detach())}]
 
     trainer: Any = SimpleNamespace(
-        precision_plugin=Precision(), strategy=None, callback_metrics={}, test=test
+        precision_plugin=Precision(), strategy=None, callback_metrics={}, loggers=[], test=test
     )
     config: Any = SimpleNamespace(module=module, datamodule=None)
     assert final_test(trainer, config, None).keys() == {"test/sum"}

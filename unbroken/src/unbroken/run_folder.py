@@ -69,6 +69,9 @@ class RunFolder:
     fingerprint: str = ""
     # Settings that differ from those in the checkpoint, such as ``model.lr: 0.01 → 0.003``
     changes: list[str] = field(default_factory=list)
+    # The limit, such as ``max_epochs``, that the checkpoint of a finished run has reached with the
+    # settings of now. None: something is left to train.
+    reached: str | None = None
     # Where the run is copied to; used on rank zero alone
     mirror: Mirror | None = None
     _lock: FileLock | None = None

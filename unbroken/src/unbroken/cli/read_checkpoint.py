@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 from unbroken import contract
+from unbroken.checkpoint.resume import reached_limit
 from unbroken.chosen import Chosen
 from unbroken.cli.cli import Configuration, configure, differences
 from unbroken.cli.defaults import CLASS_PATH
@@ -117,6 +118,8 @@ def _resumed_configuration(
         # It has several sources, and the earlier run's is used.
         config.datamodule.stay_with(known.get("data_source"))
     run.changes = changes_between(before, config.resolved, line)
+    if run.finished:
+        run.reached = reached_limit(contents, config.trainer)
     return config
 
 

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from lightning.pytorch import Trainer
 from unbroken import ExactCheckpoint, contract
-from unbroken.checkpoint.resume import reached_limit
 from unbroken.cli.cli import Configuration
 from unbroken.cli.plain_values import dump_yaml
 from unbroken.cli.program import Program
@@ -64,7 +63,12 @@ def main(program: Program, build: Build, argv: list[str]) -> int:
     signals.watch()
     config, run = read_configuration(program, argv)
     say(*run.notes, *config.notes)
-    if run.finished and not is_made_longer(run, config):
+    has_other_limit = any(line.startswith("trainer.max_") for line in run.changes)
+    if has_other_limit and run.reached is not None:
+        raise UserError(
+            f"--ckpt_path: run {run.name} has trained as long as it should. Raise --{run.reached}."
+        )
+    if run.finished and not has_other_limit:
         shown = os.path.relpath(run.folder)
         say(f"run {run.name} is already finished: see {shown}/summary.json.")
         if run.changes:
@@ -88,14 +92,6 @@ def main(program: Program, build: Build, argv: list[str]) -> int:
     say(*sync_command(run.folder))
     say(*commands_to_look(config, run.folder))
     return exit_code_of(run, config)
-
-
-def is_made_longer(run: RunFolder, config: Configuration) -> bool:
-    """Whether a finished run has another limit now, which is not reached."""
-    has_other_limit = any(line.startswith("trainer.max_") for line in run.changes)
-    if not has_other_limit or run.checkpoint is None:
-        return False
-    return reached_limit(read(run.checkpoint), config.trainer) is None
 
 
 def exit_code_of(run: RunFolder, config: Configuration) -> int:

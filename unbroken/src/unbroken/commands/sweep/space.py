@@ -144,7 +144,7 @@ def read_sections(path: Path) -> dict[str, Any]:
     except OSError as error:
         reason = f"{path} cannot be read: {error.strerror}"
         raise UserError(f"--space: {reason}. Name a file in W&B's format.") from None
-    except (RecursionError, yaml.YAMLError):
+    except (RecursionError, UnicodeDecodeError, yaml.YAMLError):
         raise UserError(f"--space: {path} is not valid YAML.") from None
     except ValueError as error:
         raise UserError(f"--space: {path} is not valid YAML: {error}.") from None
