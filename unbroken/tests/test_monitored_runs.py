@@ -12,7 +12,8 @@ import pytest
 from unbroken.storage.checkpoint_files import damage
 
 from tests import reported
-from tests.commands import finished_run, run, summary, two_rank_run
+from tests.commands import SMALL, assert_same_run, finished_run, run, summary, two_rank_run
+from tests.stopped_runs import train, train_until
 
 
 def test_a_default_run_records_every_metric_that_a_cpu_has():
@@ -83,3 +84,13 @@ def test_fit_ends_an_out_of_memory_run_with_the_advice_and_exit_code_1(tmp_path)
     assert "--data.batch_size 32 --accumulate_grad_batches 2" in ended.stderr
     assert tail[-1].startswith("The last checkpoint is whole")
     assert damage(tmp_path / "checkpoints" / "oom" / "last.ckpt") is None
+
+
+def test_a_run_that_is_resumed_a_step_before_its_end_has_the_rows_of_an_undisturbed_one(
+    workplace: Path,
+) -> None:
+    flags = [*SMALL, "--data.train_samples", "320", "--max_epochs", "1", "--report", "false"]
+    one = train("one", *flags)
+    killed = train_until(4, "killed", *flags)
+    train("killed", "--ckpt_path", "auto", *flags)
+    assert_same_run(one, killed)

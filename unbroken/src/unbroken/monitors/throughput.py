@@ -216,13 +216,13 @@ class ThroughputMonitor(Monitor):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._steps_to_log:
             self._log_window(trainer)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if 0 < self._steps <= WARM_UP_STEPS:
-            # There is nothing but the warm-up.
+        elif 0 < self._steps <= WARM_UP_STEPS and is_last_epoch(trainer):
+            # There is nothing but the warm-up. As the epoch ends, it is a part of the epoch's row.
             last_step = self._warm_up[-1] if self._warm_up else None
             logged = self._log(trainer, last_step)
             self._of_short_run = [logged] if logged else []
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._end()
 
     def on_exception(
@@ -433,6 +433,14 @@ def new_workers(trainer: Trainer, is_first_epoch: bool) -> int:
         if is_first_epoch or not loader.persistent_workers:
             workers = max(workers, loader.num_workers)
     return workers
+
+
+def is_last_epoch(trainer: Trainer) -> bool:
+    """Whether training ends with the epoch whose end is now."""
+    max_epochs = trainer.max_epochs
+    has_all_epochs = max_epochs is not None and 0 <= max_epochs <= trainer.current_epoch + 1
+    has_all_steps = 0 <= trainer.max_steps <= trainer.global_step
+    return bool(trainer.should_stop) or has_all_epochs or has_all_steps
 
 
 @dataclass
