@@ -115,24 +115,26 @@ def run_ranks(
 ) -> subprocess.CompletedProcess[str]:
     """Run a module on two ranks to their end. See :func:`start_ranks` for the arguments.
 
-    The exit code is that of a rank that failed; as under torchrun it ends the other one. The output
-    is that of both ranks.
+    The exit code is that of the rank that failed first; as under torchrun it ends the other one.
+    The output is that of both ranks.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         ranks, store = start_ranks(module, *arguments, files=(out, err), cwd=cwd, env=env)
         try:
-            wait_for_ranks(ranks, module, timeout)
+            failed_first = wait_for_ranks(ranks, module, timeout)
         finally:
             for rank in ranks:
                 kill_group(rank)
             # The ranks meet there, so it must live as long as they do.
             del store
-        code = next((rank.returncode for rank in ranks if rank.returncode), 0)
+        code = failed_first or next((rank.returncode for rank in ranks if rank.returncode), 0)
         return subprocess.CompletedProcess([module, *arguments], code, read(out), read(err))
 
 
-def wait_for_ranks(ranks: list[Process], module: str, timeout: float) -> None:
-    """Wait until every rank has ended. The first that fails ends the others."""
+def wait_for_ranks(ranks: list[Process], module: str, timeout: float) -> int:
+    """Wait until every rank has ended. The first that fails ends the others; returns its code, 0
+    where none has failed by itself.
+    """
     end = time.monotonic() + timeout
     while True:
         codes = [rank.poll() for rank in ranks]
@@ -145,6 +147,7 @@ def wait_for_ranks(ranks: list[Process], module: str, timeout: float) -> None:
         time.sleep(0.01)
     for rank in ranks:
         rank.wait(30)
+    return next((code for code in codes if code), 0)
 
 
 def start_ranks(
