@@ -12,7 +12,8 @@ from numerals.fit import job as fit
 from unbroken.cli.cli import Configuration, configure
 from unbroken.cli.plain_values import dump_yaml, put_into_mappings
 from unbroken.cli.program import Program
-from unbroken.cli.read_checkpoint import leave_out_what_is_no_longer_taken
+from unbroken.cli.read_checkpoint import changes_between, leave_out_what_is_no_longer_taken
+from unbroken.cli.typed import CommandLine
 from unbroken.commands import test as test_command
 
 from tests.commands import checkpoint
@@ -85,6 +86,16 @@ def test_a_value_deep_in_a_mapping_leaves_its_siblings(workplace: Path, form: li
     assert read_again(config).module.given == config.module.given
     resumed = configure(fit, "fit", ["--model.extra.net.depth", "3"], config.resolved)
     assert resumed.module.given["extra"]["net"] == {"width": 64, "depth": 3, "name": "n"}
+
+
+def test_an_option_that_this_version_has_added_is_no_change_of_the_users() -> None:
+    before = {"model": {"lr": 0.1, "args": {"momentum": 0.9}}}
+    now = {"model": {"lr": 0.2, "new": 3, "args": {"momentum": 0.9, "nesterov": True}}}
+    changed = ["model.lr: 0.1 → 0.2"]
+    assert changes_between(before, now, CommandLine([])) == changed
+    typed = CommandLine(["--model.args.nesterov", "true", "--model.new=3"])
+    more = ["model.args.nesterov: None → True", *changed, "model.new: None → 3"]
+    assert changes_between(before, now, typed) == more
 
 
 def test_words_that_lead_into_no_mapping_stay_as_they_are() -> None:

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from numerals.fit import job
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -21,14 +22,18 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 from unbroken import ExactCheckpoint
+from unbroken.checkpoint.restoring import who_keeps_the_best_of_before
 from unbroken.commands.sweep.space import Space
 from unbroken.commands.sweep.trials import RunningTrial
+from unbroken.loggers.metrics_csv import MetricsCSV
 from unbroken.loggers.wandb import send_result
 from unbroken.results.facts import Summary, training_samples
 from unbroken.results.run_result import RunResult, read_epochs, read_series
 from unbroken.run.final_test import as_test, final_test
+from unbroken.run.main_job import finish
 from unbroken.run.run_record import RunRecord
 from unbroken.run.wrong_numbers import holds_finite_weights
+from unbroken.storage.files import NotWritten
 
 from tests.commands import SMALL, checkpoint
 from tests.monitored import make_trainer
@@ -188,10 +193,40 @@ def test_callbacks_that_keep_their_best_of_other_samples_are_named(
     stop = EarlyStopping("val_loss")
     fit(lambda: HeldOut(1.0, 5.0), "val_loss", "min", 1, stop, limit_val_batches=1)
     fit(lambda: HeldOut(1.0, 5.0), "val_loss", "min", 2, stop, limit_val_batches=2)
-    assert (
-        "looked for anew. EarlyStopping: the best of before still counts there."
-        in capsys.readouterr().out
+    line = "looked for anew. The one before still counts for EarlyStopping.\n"
+    assert line in capsys.readouterr().out
+
+
+def test_a_schedule_of_a_plateau_goes_by_its_best_as_well() -> None:
+    schedule = ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1, requires_grad=True)], 0.1))
+    trainer: Any = SimpleNamespace(
+        callbacks=[EarlyStopping("val_loss"), Callback()],
+        lr_scheduler_configs=[SimpleNamespace(scheduler=schedule)],
     )
+    told = " The one before still counts for EarlyStopping and ReduceLROnPlateau."
+    assert who_keeps_the_best_of_before(trainer) == told
+
+
+def test_facts_are_added_where_the_rows_cannot_be_written(tmp_path: Path) -> None:
+    # Other ranks may exchange something in their add_facts.
+    class AddsFacts(Callback):
+        added = 0
+
+        def add_facts(self, trainer: Trainer, result: RunResult) -> None:
+            self.added += 1
+
+    class OnAFullDisk(MetricsCSV):
+        def write(self, to_disk: bool = False) -> None:
+            raise NotWritten("the disk is full")
+
+    adds = AddsFacts()
+    trainer = Trainer(
+        accelerator="cpu", callbacks=[adds], logger=OnAFullDisk(tmp_path / "metrics.csv")
+    )
+    facts = Summary("r", True, "cpu", "32-true", 1, 10, 2, 20)
+    with pytest.raises(NotWritten):
+        finish(trainer, RunResult(facts, config=""))
+    assert adds.added == 1
 
 
 def test_a_best_of_training_outlasts_another_validation(workplace: Path) -> None:

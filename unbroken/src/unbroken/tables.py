@@ -191,8 +191,11 @@ def with_moment(
     the epoch is that of the row after it. A row whose step does not fit was logged under a number
     of the module's own, as by ``self.log("step", ...)``. It is of the moment of the row before it.
     """
-    fits = "step" in row and before.get("step", 0) <= row["step"] <= after.get("step", -1)
-    return row | ({"epoch": after["epoch"]} if fits else before)
+    first = before.get("step", 0)
+    last = after.get("step", -1)
+    if first <= row.get("step", -1) <= last:
+        return row | {"epoch": after["epoch"]}
+    return row | before
 
 
 def format_table(rows: Sequence[Row]) -> str:
@@ -313,8 +316,9 @@ def _written_out(node: yaml.Node | None, known: dict[yaml.Node, float]) -> float
     if node not in known:
         # Until it is counted: it is met again inside itself alone.
         known[node] = math.inf
-        is_mapping = isinstance(node, yaml.MappingNode)
-        inside = [value for _, value in node.value] if is_mapping else node.value
+        inside = node.value
+        if isinstance(node, yaml.MappingNode):
+            inside = [value for _, value in node.value]
         known[node] = 1 + sum(_written_out(each, known) for each in inside)
     return known[node]
 

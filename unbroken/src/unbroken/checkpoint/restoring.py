@@ -410,7 +410,7 @@ class Restoring:
             self._lines.append(
                 "validations read other samples than before, so the best so far"
                 f" ({self._best.monitor} {self._best.score:.6g}) cannot be compared with what"
-                f" comes: the best is looked for anew.{sentence_of_those_that_keep_theirs(trainer)}"
+                f" comes: the best is looked for anew.{who_keeps_the_best_of_before(trainer)}"
             )
             self._best.forget()
 
@@ -519,11 +519,13 @@ class Restoring:
             self._sanity_steps = None
 
 
-def sentence_of_those_that_keep_theirs(trainer: Trainer) -> str:
-    """A sentence for what of Lightning and torch goes by the best value that it has seen."""
+def who_keeps_the_best_of_before(trainer: Trainer) -> str:
+    """A sentence that names what of Lightning and torch goes by the best value that it has seen;
+    empty where nothing does.
+    """
     everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
     kinds = EarlyStopping | ModelCheckpoint | ReduceLROnPlateau
     found = [each for each in (*everyone, *schedules) if isinstance(each, kinds)]
     names = sorted({type(each).__name__ for each in found})
-    return f" {' and '.join(names)}: the best of before still counts there." if names else ""
+    return f" The one before still counts for {' and '.join(names)}." if names else ""

@@ -17,7 +17,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch.nn.parameter import is_lazy
 from unbroken import contract
-from unbroken.checkpoint.resume import reached_limit
 from unbroken.chosen import Chosen
 from unbroken.cli.cli import Configuration, configure, differences
 from unbroken.cli.defaults import CLASS_PATH
@@ -119,21 +118,24 @@ def _resumed_configuration(
         config.datamodule.stay_with(known.get("data_source"))
     run.changes = changes_between(before, config.resolved, line)
     if run.finished:
+        # Commands that do not train need nothing of what this imports.
+        from unbroken.checkpoint.resume import reached_limit
+
         run.reached = reached_limit(contents, config.trainer)
     return config
 
 
 def changes_between(before: dict[str, Any], now: dict[str, Any], line: CommandLine) -> list[str]:
-    """A line for each setting that the user has changed. One that the run did not have, and that
-    nobody has given, is new in this version, and is what it was without a name.
+    """A line for each setting that the user has changed. An option that the run did not have and
+    that he has not given is one that this version has added: nothing has changed by it.
     """
     had = flat(before)
 
     def is_the_users(name: str) -> bool:
         return name in had or any(f"{name}.".startswith(f"{given}.") for given in line.given)
 
-    changes = [(change.partition(": ")[0], change) for change in differences(before, now)]
-    return [printable(change) for name, change in changes if is_the_users(name)]
+    the_users = {name: value for name, value in flat(now).items() if is_the_users(name)}
+    return [printable(change) for change in differences(had, the_users)]
 
 
 def is_trusted(line: CommandLine) -> bool:

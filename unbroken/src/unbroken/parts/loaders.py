@@ -122,12 +122,11 @@ class ValidationSamples(Note):
         """The limit, and an outline of each data set; None for what is not known."""
         if not trainer.enable_validation:
             return {"limit": None, "data_sets": None}
-        loaders = [loader for _, loader in loaders_in(trainer.val_dataloaders)]
-        outlines = [outline_of_samples(loader) for loader in loaders]
+        data_sets = None
         # Where they are made anew, the data sets of the next epoch may be others by intent.
-        are_of_the_run = loaders and not trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        if not trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+            loaders = loaders_in(trainer.val_dataloaders)
+            # There are none before the first epoch that validates.
+            data_sets = [outline_of_samples(loader) for _, loader in loaders] or None
         # 1 is one batch, and 1.0 all of them.
-        return {
-            "limit": repr(trainer.limit_val_batches),
-            "data_sets": outlines if are_of_the_run else None,
-        }
+        return {"limit": repr(trainer.limit_val_batches), "data_sets": data_sets}

@@ -4,7 +4,6 @@ called again or undone.
 
 import dis
 import functools
-import itertools
 from inspect import unwrap
 from types import FunctionType
 from typing import Any
@@ -38,11 +37,10 @@ def set_by_lightning(kind: type) -> frozenset[str]:
     """The attributes of a callback that methods of Lightning's set, where its class is derived from
     one of Lightning's: the best score of a ``ModelCheckpoint``. Lightning saves what it needs.
     """
-    names: set[str] = set()
+    methods: list[Any] = []
     for each in kind.__mro__:
         if each.__module__.startswith("lightning."):
-            methods = [unwrap(method) for method in vars(each).values() if callable(method)]
-            codes = [method.__code__ for method in methods if isinstance(method, FunctionType)]
-            steps = itertools.chain.from_iterable(map(dis.get_instructions, codes))
-            names.update(step.argval for step in steps if step.opname == "STORE_ATTR")
-    return frozenset(names)
+            methods += [unwrap(it) for it in vars(each).values() if isinstance(it, FunctionType)]
+    # "self.wait_count = 0" stores an attribute.
+    steps = [step for method in methods for step in dis.get_instructions(method)]
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
