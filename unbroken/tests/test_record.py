@@ -9,7 +9,7 @@ import pytest
 import yaml
 from lightning.pytorch import LightningModule
 from numerals.fit import job as fit
-from unbroken.cli.cli import Configuration, configure
+from unbroken.cli.cli import Configuration, configure, differences
 from unbroken.cli.plain_values import dump_yaml, put_into_mappings
 from unbroken.cli.program import Program
 from unbroken.cli.read_checkpoint import changes_between, leave_out_what_is_no_longer_taken
@@ -96,6 +96,11 @@ def test_an_option_that_this_version_has_added_is_no_change_of_the_users() -> No
     typed = CommandLine(["--model.args.nesterov", "true", "--model.new=3"])
     more = ["model.args.nesterov: None → True", *changed, "model.new: None → 3"]
     assert changes_between(before, now, typed) == more
+
+
+def test_one_batch_and_all_batches_are_two_limits() -> None:
+    before, now = ({"trainer": {"limit_val_batches": limit}} for limit in (1, 1.0))
+    assert differences(before, now) == ["trainer.limit_val_batches: 1 → 1.0"]
 
 
 def test_words_that_lead_into_no_mapping_stay_as_they_are() -> None:
