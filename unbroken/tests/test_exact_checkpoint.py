@@ -47,6 +47,7 @@ from tests.commands import (
     start,
     wait_for,
 )
+from tests.other_tasks import LoaderWithState
 from tests.plain_module import Dies, Regression, rows
 
 SCRIPT = [sys.executable, "-m", "tests.plain_script"]
@@ -791,6 +792,40 @@ def test_a_data_module_without_a_state_is_stopped_in_a_validation(workplace: Pat
     with pytest.raises(Stopped):
         trainer.fit(Regression(), datamodule=Stateless())
     assert checkpoint(Path("r/last.ckpt"))["run"]["state"]["place"] == "validation"
+
+
+class NotesSamples(Regression):
+    """Trains on a loader that has a state, and notes what it gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[list[float]] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.noted.append(batch[0].flatten().tolist())
+        return self.net(batch[0]).square().mean()
+
+    def train_dataloader(self) -> Any:
+        return LoaderWithState()
+
+
+def test_which_samples_an_epoch_begins_with_does_not_depend_on_whether_one_was_saved(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A large state is not saved after every short epoch.
+    monkeypatch.setattr(run_files, "WRITTEN_AT_ONCE", 0)
+
+    def trained(folder: str | None) -> list[list[float]]:
+        module = NotesSamples()
+        limits = {"limit_train_batches": 4, "limit_val_batches": 0}
+        trainer = Trainer(
+            max_epochs=4, accelerator="cpu", callbacks=[ExactCheckpoint(folder)], logger=False,
+            enable_progress_bar=False, enable_model_summary=False, **limits,
+        )  # fmt: skip
+        trainer.fit(module)
+        return module.noted
+
+    assert trained("r") == trained(None)
 
 
 class EndsEarly(Callback):

@@ -1092,7 +1092,7 @@ def read_as_one_of_two_ranks(
                 if training:
                     dist.all_reduce(torch.ones(1))
                     assert agreement.exchange(0) == request_of(signal.SIGTERM)
-            passes_of(loader).state_after(len(epochs[-1]), epoch_ends=True)
+            passes_of(loader).end_epoch(len(epochs[-1]))
         told.put((rank, epochs))
     except UserError as error:
         told.put((rank, str(error)))

@@ -149,6 +149,7 @@ class Hooks(Callback):
             engine.cut_epoch.note(trainer)
         # A longer run that goes on inside the epoch goes on with its open window.
         engine.windows.epoch_ends(trainer)
+        engine.loading.epoch_ends(trainer)
         engine.restoring.epoch_ends(trainer)
         share_sums(trainer)
 

@@ -190,6 +190,12 @@ class ExactLoading:
             places.append((0, None) if state is None else (start.batches, state))
         return places
 
+    def epoch_ends(self, trainer: Trainer) -> None:
+        """Tell the loaders after how many batches the training of this epoch is done."""
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
+        for passes in self.training:
+            passes.end_epoch(done)
+
     def cut_again(self, kept: Sequence[dict[str, Any]]) -> None:
         """Let the training's loaders cut their batches as a checkpoint has it.
 

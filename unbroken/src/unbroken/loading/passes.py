@@ -122,6 +122,11 @@ class Passes:
         known = max((number for number in self.states if number <= batches), default=0)
         return known, self.states.get(known)
 
+    def end_epoch(self, batches: int) -> None:
+        """The epoch's training is done after so many batches. A loader that has more of them goes
+        on behind these in its next pass, if it has a state.
+        """
+
     def kept_cut(self, epoch_ends: bool) -> dict[str, list[Any] | None]:
         """How the batches are cut, for a checkpoint. With ``epoch_ends`` training goes on with the
         next epoch.

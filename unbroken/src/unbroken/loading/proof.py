@@ -154,6 +154,7 @@ def _trial_of_next_epoch(loader: WatchedLoader, batches: int | None) -> Trial:
     if loader.owner is not None and not ends_here:
         raise TimeoutError("its first epoch is too long")
     start = Start(1, loaders=[loader.state_after(done, epoch_ends=True)])
+    loader.end_epoch(done)
     loader.set_epoch(1)
     return Trial(start, copy.deepcopy(list(islice(loader, COMPARED))))
 
@@ -182,6 +183,7 @@ def _trials(loader: WatchedLoader, end: float) -> list[Trial]:
         loader.set_epoch(epoch)
         if epoch:
             start = Start(epoch, loaders=[loader.state_after(done, epoch_ends=True)])
+            loader.end_epoch(done)
             trials.append(Trial(start, []))
         for done, batch in enumerate(loader, start=1):
             # Some loaders fill the same tensor again.

@@ -228,12 +228,13 @@ class WatchedLoader(Passes):
     def state_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
         if not epoch_ends:
             return super().state_after(batches, epoch_ends)
+        # Where the epoch ended before the loader did, the next pass begins behind the batches that
+        # were trained on.
+        return 0, self.next_state if self.finished else self.states.get(batches)
+
+    def end_epoch(self, batches: int) -> None:
         if not self.finished:
-            # The epoch ended before the loader did. The next pass goes on behind the batches that
-            # were trained on.
             self.rest = self.states.get(batches)
-            return 0, self.rest
-        return 0, self.next_state
 
 
 # Lightning asks the class for these, and not the loader.

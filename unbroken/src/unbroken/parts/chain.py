@@ -30,6 +30,7 @@ See :mod:`unbroken.tensors.bits` for the number that stands for a tensor.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -192,9 +193,15 @@ class BitsInMemory(Note):
 def is_large(trainer: Trainer) -> bool:
     """Whether to look at all weights takes too long for every hundred steps, and for a save."""
     module = trainer.lightning_module
-    tensors = [each for each in (*module.parameters(), *module.buffers()) if not is_lazy(each)]
-    # A sparse tensor has no bytes of its own to ask for.
-    return sum(each.numel() * each.element_size() for each in tensors) > LARGE_BYTES
+    size = 0
+    # A large module's first tensors are enough to tell.
+    for tensor in itertools.chain(module.parameters(), module.buffers()):
+        if not is_lazy(tensor):
+            # A sparse tensor has no bytes of its own to ask for.
+            size += tensor.numel() * tensor.element_size()
+        if size > LARGE_BYTES:
+            return True
+    return False
 
 
 def digests_of_now(trainer: Trainer, window: OpenWindow) -> tuple[int, ...]:
