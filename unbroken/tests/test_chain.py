@@ -225,7 +225,7 @@ def test_the_batches_of_every_rank_are_in_the_chain(
         def as_two_ranks(mine: Any, group: Any) -> list[Any]:
             return [mine, (batches_of_other, *mine[1:])]
 
-        monkeypatch.setattr(windows, "of_all_ranks", as_two_ranks)
+        monkeypatch.setattr(windows, "gather_from_ranks", as_two_ranks)
         return fit(folder, epochs=1)
 
     one = beside("one", 1)

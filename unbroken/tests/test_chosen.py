@@ -19,7 +19,6 @@ from unbroken.checkpoint.not_exact import what_is_not_exact
 from unbroken.chosen import Chosen
 from unbroken.cli import trainer_flags
 from unbroken.cli.cli import configure
-from unbroken.loading import ExactLoading
 from unbroken.machine import hardware, threads
 
 from tests.commands import CPU2, TINY, assert_same_run, checkpoint, command, complete, run_ranks
@@ -234,7 +233,7 @@ def test_a_run_whose_algorithms_are_measured_at_every_start_says_so(
         "a resume is not exact with --benchmark true: cuDNN measures at every start which of its"
         " algorithms are the fastest."
     )
-    assert what_is_not_exact(trainer, ExactLoading()) == [line] * says
+    assert what_is_not_exact(trainer) == [line] * says
 
 
 def test_a_run_records_the_device_that_auto_has_found(two_threads: None) -> None:

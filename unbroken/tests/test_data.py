@@ -26,7 +26,7 @@ from unbroken.data.augmentation import random_deformation
 from unbroken.data.base import belongs_on
 from unbroken.data.idx_files import read_idx
 from unbroken.errors import UserError
-from unbroken.loading import exact_form, passes_of
+from unbroken.loading import exact_form, position_of
 
 from tests.made_data import make_idx_files
 from tests.make_digits import stratified, write_idx
@@ -309,7 +309,7 @@ def test_data_on_the_device_are_uploaded_whole_and_batches_are_made_there() -> N
     assert loader.dataset.images.dtype == torch.uint8  # type: ignore[attr-defined]
     assert [(images.device.type, len(labels)) for images, labels in loader] == [("meta", 2)] * 3
     exact = exact_form(loader, training=True, seed=0)
-    orders = [part.device.type for _, _, part in passes_of(exact)]
+    orders = [part.device.type for _, _, part in position_of(exact)]
     assert orders == ["meta"] * 3  # the epoch's order is uploaded once, and cut there
     assert module.splits["train"].images.device.type == "cpu"  # for whoever looks at samples
     assert module.bytes_on_device == {"train": 6 * 4 + 6 * 8}

@@ -407,7 +407,7 @@ class StopsAfter(Callback):
 def test_a_run_that_is_stopped_twice_in_its_last_validation_ends_as_if_it_were_not(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, loads_late: bool
 ) -> None:
-    """FSDP and DeepSpeed load a checkpoint after the hooks of the start."""
+    """FSDP and DeepSpeed load a checkpoint after the start-up hooks."""
     monkeypatch.setattr(SingleDeviceStrategy, "restore_checkpoint_after_setup", loads_late)
     flags = {"epochs": -1, "max_steps": 6, "val_check_interval": 3}
     fit("undisturbed", **flags)

@@ -46,12 +46,12 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 from unbroken import ExactCheckpoint
 from unbroken.errors import UserError
 from unbroken.loading import (
+    DataStart,
     ExactBatches,
     ExactLoader,
-    ExactLoading,
-    Start,
+    RunLoaders,
     exact_form,
-    passes_of,
+    position_of,
     shares,
 )
 from unbroken.loading.held_data import held_data
@@ -59,8 +59,8 @@ from unbroken.loading.proof import fault_of_state
 from unbroken.loading.watched_loader import WatchedLoader
 from unbroken.loading.workers import workers_end_with_block
 from unbroken.seams import Seams
-from unbroken.stopping.ranks import of_all_ranks
-from unbroken.stopping.stop import Agreement, NextBatch, request_of
+from unbroken.stopping.agreement import Agreement, NextBatch, request_of
+from unbroken.stopping.ranks import gather_from_ranks
 from unbroken.tensors.same_values import is_same
 
 from tests.commands import complete, rows, run_ranks
@@ -115,9 +115,9 @@ def test_the_order_is_a_function_of_seed_and_epoch_alone() -> None:
     first = indices(ours)
     torch.manual_seed(99)
     assert indices(ours) == first
-    passes_of(ours).set_epoch(1)
+    position_of(ours).set_epoch(1)
     assert indices(ours) != first
-    passes_of(ours).set_epoch(0)
+    position_of(ours).set_epoch(0)
     assert indices(ours) == first
     assert indices(exact(DataLoader(Numbers(40), batch_size=8, shuffle=True), seed=1)) != first
 
@@ -142,13 +142,13 @@ def test_a_start_inside_an_epoch_gives_exactly_the_rest_of_it(kind: str, workers
         return exact(DataLoader(data, num_workers=workers, **options))
 
     whole = loader()
-    passes_of(whole).set_epoch(3)
+    position_of(whole).set_epoch(3)
     batches = list(whole)
     rest = loader()
-    passes_of(rest).start_at(
-        Start(epoch=3, batches=2, samples_per_batch=passes_of(rest).global_batch_size)
+    position_of(rest).start_at(
+        DataStart(epoch=3, batches=2, samples_per_batch=position_of(rest).global_batch_size)
     )
-    passes_of(rest).set_epoch(3)  # as Lightning does once more
+    position_of(rest).set_epoch(3)  # as Lightning does once more
     resumed = list(rest)
     assert len(resumed) == len(batches) - 2
     assert all(
@@ -217,7 +217,7 @@ def test_a_rank_that_starts_inside_an_epoch_trains_on_the_rest_with_what_is_repe
     loader = DataLoader(Numbers(105), batch_size=8, shuffle=True)
     whole = [*exact(loader, rank=1, world_size=2)]
     rest = exact(loader, rank=1, world_size=2)
-    passes_of(rest).start_at(Start(batches=batches, samples_per_batch=16))
+    position_of(rest).start_at(DataStart(batches=batches, samples_per_batch=16))
     assert is_same([*rest], whole[batches:])
     assert len(whole) == len(rest) == 7
 
@@ -234,13 +234,13 @@ def test_a_dataset_may_get_shorter_or_longer_between_epochs(shuffle: bool) -> No
     ours = exact(DataLoader(rows, 8, shuffle=shuffle))
     for epoch, count in enumerate((20, 13, 24)):
         rows.count = count
-        passes_of(ours).set_epoch(epoch)
+        position_of(ours).set_epoch(epoch)
         found = [*ours]
         assert len(ours) == len(found)
         assert sorted(int(row[0]) for row in flat(found)) == list(range(count))
         # A resumed run has never seen another length.
         resumed = exact(DataLoader(Numbers(count), 8, shuffle=shuffle))
-        passes_of(resumed).start_at(Start(epoch, batches=1, samples_per_batch=8))
+        position_of(resumed).start_at(DataStart(epoch, batches=1, samples_per_batch=8))
         assert is_same([*resumed], found[1:])
 
 
@@ -385,7 +385,7 @@ class DrawsInGather(Gathered):
 def test_a_gather_that_draws_random_numbers_is_seeded_for_each_batch() -> None:
     whole = list(exact(DataLoader(DrawsInGather(40), 8, shuffle=True)))
     rest = exact(DataLoader(DrawsInGather(40), 8, shuffle=True))
-    passes_of(rest).start_at(Start(batches=2, samples_per_batch=8))
+    position_of(rest).start_at(DataStart(batches=2, samples_per_batch=8))
     torch.rand(5)
     expected = torch.get_rng_state()
     assert all(map(torch.equal, list(rest), whole[2:]))
@@ -405,7 +405,7 @@ class DrawsLater(Gathered):
 def test_a_gather_that_begins_to_draw_in_a_later_epoch_is_seeded_from_there_on() -> None:
     def epoch(loader: ExactLoader, number: int, batches: int = 0) -> list[Tensor]:
         loader.dataset.epoch = number  # type: ignore[attr-defined]
-        passes_of(loader).start_at(Start(number, batches=batches, samples_per_batch=8))
+        position_of(loader).start_at(DataStart(number, batches=batches, samples_per_batch=8))
         return list(loader)
 
     undisturbed = exact(DataLoader(DrawsLater(40), 8, shuffle=True))
@@ -452,9 +452,9 @@ def test_what_is_fetched_here_leaves_the_generators_of_training_alone() -> None:
 def test_another_batch_size_on_resume_sees_no_sample_twice() -> None:
     order = flat(indices(exact(DataLoader(Numbers(96), batch_size=8, shuffle=True))))
     later = exact(DataLoader(Numbers(96), batch_size=16, shuffle=True))
-    passes_of(later).start_at(Start(epoch=0, batches=3, samples_per_batch=8))
+    position_of(later).start_at(DataStart(epoch=0, batches=3, samples_per_batch=8))
     assert flat(indices(later)) == order[24:]
-    assert passes_of(later).start_batch == 0  # begins at its beginning when it is cycled through
+    assert position_of(later).start_batch == 0  # begins at its beginning when it is cycled through
 
 
 def test_the_loader_keeps_what_was_asked_of_it() -> None:
@@ -600,7 +600,7 @@ def test_lightning_ends_the_workers_of_a_training(tmp_path: Path) -> None:
     trainer = Trainer(
         accelerator="cpu", max_epochs=1, callbacks=[Counts()], default_root_dir=tmp_path, **quiet
     )
-    ExactLoading().install(Seams(trainer), trainer)
+    RunLoaders().install(Seams(trainer), trainer)
     samples = table(16)
     trainer.fit(Line(), DataLoader(samples, batch_size=4, num_workers=2, persistent_workers=True))
     assert alive == [2, 0]
@@ -678,10 +678,10 @@ def test_what_cannot_be_made_exact_is_said_in_one_line(
         accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
     )
     trainer.training = True
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     loading.exact(loader, trainer)
     loading.exact(loader, trainer)
-    assert loading.starts_inside_epochs is anywhere
+    assert loading.can_start_inside_epochs is anywhere
     assert len({*loading.lines}) == (said is not None)
     assert said is None or said in loading.lines[0]
 
@@ -782,7 +782,7 @@ def shared_by_the_user(kind: str, rank: int, count: int = 8) -> DataLoader[Any]:
 def test_what_the_user_has_shared_himself_is_not_shared_again(kind: str) -> None:
     seen = []
     for rank in range(2):
-        loading = ExactLoading(seed=0)
+        loading = RunLoaders(seed=0)
         found = loading.exact(shared_by_the_user(kind, rank), rank_of(rank, 2))
         seen += flat(indices(found))
         assert "shares the training data among the ranks itself" in loading.lines[-1]
@@ -790,16 +790,16 @@ def test_what_the_user_has_shared_himself_is_not_shared_again(kind: str) -> None
 
 
 def test_a_share_is_recognised_at_any_depth() -> None:
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     loading.exact(shared_by_the_user("at any depth", 0), rank_of(0, 2))
-    assert loading.training[0].own_share  # type: ignore[attr-defined]
+    assert loading.positions[0].own_share  # type: ignore[attr-defined]
 
 
 def test_a_subset_per_rank_is_left_alone_where_the_user_shares() -> None:
     seen = []
     for rank in range(2):
         for training in (True, False):
-            loading = ExactLoading(seed=0)
+            loading = RunLoaders(seed=0)
             loading.shares.are_ours = False
             mine = Subset(Numbers(8), range(rank, 8, 2))
             found = loading.exact(DataLoader(mine, 2, shuffle=True), rank_of(rank, 2, training))
@@ -900,7 +900,7 @@ def of_two_ranks(monkeypatch: pytest.MonkeyPatch, other: DataLoader[Any]) -> Non
     def of_both(mine: Any) -> list[Any]:
         return [mine, held_data(other) if isinstance(mine, list) else mine]
 
-    monkeypatch.setattr(shares, "of_all_ranks", of_both)
+    monkeypatch.setattr(shares, "gather_from_ranks", of_both)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -909,7 +909,7 @@ def test_ranks_that_hold_different_data_have_shared_them_themselves(
     kind: str, training: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_two_ranks(monkeypatch, SHARED_BY_HAND[kind](1))
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     mine = SHARED_BY_HAND[kind](0)
     found = loading.exact(mine, rank_of(0, 2, training))
     assert len(found) == len(mine)
@@ -921,7 +921,7 @@ def test_what_every_rank_holds_is_shared_and_that_is_said(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of_two_ranks(monkeypatch, THE_SAME[kind](1))
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     mine = THE_SAME[kind](0)
     found = loading.exact(mine, rank_of(0, 2))
     assert len(found) == -(-len(mine) // 2)
@@ -931,10 +931,10 @@ def test_what_every_rank_holds_is_shared_and_that_is_said(
 
 def test_a_resumed_share_goes_on_behind_its_own_batches() -> None:
     whole = shared_by_the_user("sampler", 1, 24)
-    order = flat(indices(ExactLoading(seed=0).exact(whole, rank_of(1, 2))))
-    loading = ExactLoading(seed=0)
+    order = flat(indices(RunLoaders(seed=0).exact(whole, rank_of(1, 2))))
+    loading = RunLoaders(seed=0)
     found = loading.exact(shared_by_the_user("sampler", 1, 24), rank_of(1, 2))
-    loading.start = Start(batches=4, samples_per_batch=loading.samples_per_batch)
+    loading.data_start = DataStart(batches=4, samples_per_batch=loading.samples_per_batch)
     loading.begin()
     assert flat(indices(found)) == order[8:]
 
@@ -948,7 +948,7 @@ def test_an_evaluation_with_a_distributed_sampler_sees_every_sample_once(
     for rank in range(2):
         rows = Numbers(count)
         loader = DataLoader(rows, 2, sampler=sampler(rows, 2, rank, shuffle=False))
-        loading = ExactLoading(seed=0)
+        loading = RunLoaders(seed=0)
         seen += flat(indices(loading.exact(loader, rank_of(rank, 2, training=False))))
         assert not loading.lines
     assert sorted(seen) == list(range(count))
@@ -957,7 +957,7 @@ def test_an_evaluation_with_a_distributed_sampler_sees_every_sample_once(
 def test_an_evaluation_in_an_own_order_is_left_alone_and_said() -> None:
     rows = Numbers(13)
     loader = DataLoader(rows, 2, sampler=Reversed(rows, 2, 1, shuffle=False))
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     found = loading.exact(loader, rank_of(1, 2, training=False))
     assert flat(indices(found)) == [0, 11, 9, 7, 5, 3, 1], "with the sample that it repeats"
     assert "Reversed shares the evaluation's data among the ranks itself" in loading.lines[0]
@@ -966,16 +966,16 @@ def test_an_evaluation_in_an_own_order_is_left_alone_and_said() -> None:
 def test_shares_of_unequal_length_are_refused_before_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shares, "of_all_ranks", lambda mine: [mine, mine + 1])
-    loading = ExactLoading(seed=0)
+    monkeypatch.setattr(shares, "gather_from_ranks", lambda mine: [mine, mine + 1])
+    loading = RunLoaders(seed=0)
     loading.shares.are_ours = False
     with pytest.raises(UserError, match="have 4, 5 batches, and must have equally many"):
         loading.exact(DataLoader(Numbers(8), 2), rank_of(0, 2))
     limited = rank_of(0, 2)
     limited.limit_train_batches = 4
-    assert passes_of(loading.exact(DataLoader(Numbers(8), 2), limited)).ranks_agree
+    assert position_of(loading.exact(DataLoader(Numbers(8), 2), limited)).ranks_agree
     found = loading.exact(DataLoader(Numbers(8), 2), rank_of(0, 2, training=False))
-    assert not passes_of(found).ranks_agree
+    assert not position_of(found).ranks_agree
     assert "the ranks' own shares of an evaluation have 4, 5 batches" in loading.lines[-1]
 
 
@@ -1004,7 +1004,7 @@ class CountsSamples(Line):
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_end(self) -> None:
-        samples = flat(of_all_ranks(self.seen))
+        samples = flat(gather_from_ranks(self.seen))
         self.log("train_seen", float(len(samples)))
         self.log("train_different", float(len(set(samples))))
 
@@ -1072,8 +1072,9 @@ def read_as_one_of_two_ranks(
 ) -> None:
     """Read two epochs of a stream as Lightning does, and step, which needs both ranks."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    agreement = Agreement(2)
-    loading = ExactLoading(seed=0)
+    agreement = Agreement()
+    agreement.begin(2)
+    loading = RunLoaders(seed=0)
     request = request_of(signal.SIGTERM) if rank == 1 else 0
     loading.shares.agree_on_next_batch = lambda has_one: agreement.agree_on_next_batch(
         rank, has_one, request
@@ -1091,8 +1092,9 @@ def read_as_one_of_two_ranks(
                 epochs[-1].append(int(batch))
                 if training:
                     dist.all_reduce(torch.ones(1))
-                    assert agreement.exchange(0) == request_of(signal.SIGTERM)
-            passes_of(loader).end_epoch(len(epochs[-1]))
+                    agreement.agree(0)
+                    assert agreement.stop_signal == signal.SIGTERM
+            position_of(loader).end_epoch(len(epochs[-1]))
         told.put((rank, epochs))
     except UserError as error:
         told.put((rank, str(error)))
@@ -1137,7 +1139,7 @@ def test_ranks_with_unequally_many_batches_end_an_epoch_together(
 
 
 def test_an_epoch_that_ends_early_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     loading.shares.agree_on_next_batch = lambda has_one: NextBatch(
         everywhere=False, rank_ended_early=1
     )
@@ -1153,10 +1155,10 @@ def test_an_epoch_that_ends_early_is_said_once(capsys: pytest.CaptureFixture[str
 def test_loaders_that_a_schedule_asks_for_leave_the_start_alone() -> None:
     """``estimated_stepping_batches`` loads before the checkpoint's counters are restored."""
     whole = exact(DataLoader(Numbers(40), 4, shuffle=True))
-    passes_of(whole).set_epoch(1)
+    position_of(whole).set_epoch(1)
     order = indices(whole)
-    loading = ExactLoading(seed=0)
-    loading.start = Start(epoch=1, batches=6, samples_per_batch=4, loaders=[(0, None)])
+    loading = RunLoaders(seed=0)
+    loading.data_start = DataStart(epoch=1, batches=6, samples_per_batch=4, loaders=[(0, None)])
     for epoch in (0, 1):
         found = loading.exact(
             DataLoader(Numbers(40), 4, shuffle=True), rank_of(0, 1, epoch=epoch, reload=1)
@@ -1181,10 +1183,10 @@ def test_a_stream_with_a_state_goes_on_where_its_checkpoint_was_taken() -> None:
 
         def on_train_batch_end(self, *_: Any) -> None:
             if self.trainer.fit_loop.total_batch_idx == 4:
-                states.append(loading.training[0].state_after(5, epoch_ends=False))
+                states.append(loading.positions[0].state_after(5, epoch_ends=False))
 
     states: list[Any] = []
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     trainer = Trainer(
         accelerator="cpu",
         logger=False,
@@ -1198,7 +1200,7 @@ def test_a_stream_with_a_state_goes_on_where_its_checkpoint_was_taken() -> None:
     assert states == [(5, {"next": 10})]  # Lightning itself had fetched one batch more
     trainer.training = True
     rest = loading.exact(DataLoader(ResumableStream(), batch_size=2), trainer)
-    passes_of(rest).start_at(Start(batches=5), *states[0])
+    position_of(rest).start_at(DataStart(batches=5), *states[0])
     assert [int(x) for batch in rest for x in batch] == Looks.seen[10:]
 
 
@@ -1226,7 +1228,7 @@ def test_workers_of_a_stream_that_outlive_an_epoch_are_seeded_for_each(training:
     def epochs(*numbers: int) -> list[list[Tensor]]:
         stream = DataLoader(NoisyStream(), 4, num_workers=2, persistent_workers=True)
         trainer = rank_of(0, 1, training)
-        found = ExactLoading(seed=0).exact(stream, trainer)
+        found = RunLoaders(seed=0).exact(stream, trainer)
         batches = []
         for number in numbers:
             trainer.current_epoch = number
@@ -1242,7 +1244,7 @@ def test_workers_of_a_stream_that_outlive_an_epoch_are_seeded_for_each(training:
 @pytest.mark.parametrize("rows", [Numbers(8), NoisyStream()], ids=["exact", "stream"])
 def test_workers_end_at_once_when_the_garbage_collector_finds_their_loader(rows: Any) -> None:
     loader = DataLoader(rows, 4, num_workers=2, persistent_workers=True)
-    found = ExactLoading(seed=0).exact(loader, rank_of(0, 1))
+    found = RunLoaders(seed=0).exact(loader, rank_of(0, 1))
     earlier = multiprocessing.active_children()
     list(found)
     workers = [each for each in multiprocessing.active_children() if each not in earlier]
@@ -1266,7 +1268,7 @@ class OwnIteration(DataLoader[Any]):
 
 
 def test_workers_that_outlive_an_epoch_and_cannot_be_seeded_are_said() -> None:
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     loader = OwnIteration(Numbers(8), 2, num_workers=1, persistent_workers=True)
     loading.exact(loader, rank_of(0, 1))
     assert (
@@ -1274,7 +1276,7 @@ def test_workers_that_outlive_an_epoch_and_cannot_be_seeded_are_said() -> None:
         "sees others."
     ) in loading.lines
     # What a validation draws is tried.
-    validating = ExactLoading(seed=0)
+    validating = RunLoaders(seed=0)
     validating.exact(loader, rank_of(0, 1, training=False))
     (note,) = validating.lines
     assert note.startswith("the validations of a resumed run are not exact: OwnIteration gives")
@@ -1353,17 +1355,17 @@ class DrawsWhenAsked(LoaderWithState):
     ],
 )
 def test_a_state_that_cannot_be_gone_on_from_is_not_believed(loader: Any, said: str) -> None:
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     found = loading.exact(loader, rank_of(0, 1))
-    assert not loading.starts_inside_epochs
+    assert not loading.can_start_inside_epochs
     assert said in loading.lines[0]
     assert loading.lines[0].endswith(": a resumed run goes on from the last epoch's end.")
-    assert passes_of(found).start == Start()
+    assert position_of(found).start == DataStart()
 
 
 def test_a_state_that_is_right_at_the_end_of_an_epoch_alone_is_kept_there() -> None:
-    def started(epoch: int) -> tuple[ExactLoading, Any]:
-        loading = ExactLoading(seed=0)
+    def started(epoch: int) -> tuple[RunLoaders, Any]:
+        loading = RunLoaders(seed=0)
         trainer.current_epoch = epoch
         return loading, loading.exact(DataLoader(CountsEpochs(), 4), trainer)
 
@@ -1372,11 +1374,11 @@ def test_a_state_that_is_right_at_the_end_of_an_epoch_alone_is_kept_there() -> N
     assert len(loading.lines) == 1
     assert "which gives other samples when it goes on from its state_dict" in loading.lines[0]
     list(whole)
-    state = loading.training[0].state_after(6, epoch_ends=True)
+    state = loading.positions[0].state_after(6, epoch_ends=True)
     trainer.current_epoch = 1
     second = list(whole)
     _, resumed = started(1)
-    passes_of(resumed).start_at(Start(1, loaders=[state]), *state)
+    position_of(resumed).start_at(DataStart(1, loaders=[state]), *state)
     assert is_same(list(resumed), second)
     _, anew = started(1)
     assert not is_same(list(anew), second)
@@ -1465,7 +1467,7 @@ def test_generators_that_a_dataset_holds_are_seeded_for_each_batch(make: Any, wo
     def batches(epoch: int, first: int, training: bool = True) -> list[Tensor]:
         loader = DataLoader(HoldsGenerator(make()), 4, num_workers=workers)
         found = exact_form(loader, training, seed=3)
-        passes_of(found).start_at(Start(epoch, batches=first))
+        position_of(found).start_at(DataStart(epoch, batches=first))
         return list(found)
 
     whole = batches(1, 0)
@@ -1512,7 +1514,7 @@ def test_generators_that_a_dataset_gets_later_are_seeded_for_each_batch(
     def batches(first: int, training: bool = True) -> list[Tensor]:
         loader = DataLoader(MakesGenerator(16), 4, num_workers=workers, worker_init_fn=prepare)
         found = exact_form(loader, training, seed=3)
-        passes_of(found).start_at(Start(1, batches=first))
+        position_of(found).start_at(DataStart(1, batches=first))
         return list(found)
 
     assert is_same(batches(2), batches(0)[2:])
@@ -1522,7 +1524,7 @@ def test_generators_that_a_dataset_gets_later_are_seeded_for_each_batch(
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_generators_that_a_stream_holds_are_seeded_for_each_epoch(workers: int) -> None:
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     loading.exact(DataLoader(OwnGenerator(random.Random(0)), 2, num_workers=workers), rank_of(0, 1))
     assert len(loading.lines) == 1
     assert "has no state_dict" in loading.lines[0]
@@ -1530,7 +1532,7 @@ def test_generators_that_a_stream_holds_are_seeded_for_each_epoch(workers: int) 
 
 @pytest.mark.parametrize("make", [SeededByTheClock, CountsItsEpochs])
 def test_a_stream_that_a_resumed_run_reads_in_another_way_is_said(make: Any) -> None:
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     loading.exact(DataLoader(make(), 2), rank_of(0, 1))
     name = type(make()).__name__
     expected = f"a resume is not exact: {name} gives other samples when it is begun anew ("
@@ -1539,14 +1541,14 @@ def test_a_stream_that_a_resumed_run_reads_in_another_way_is_said(make: Any) -> 
 
 @pytest.mark.parametrize("make", [GoesOn, CountsItsEpochs])
 def test_a_validation_that_a_resumed_run_reads_in_another_way_is_said(make: Any) -> None:
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     loading.exact(DataLoader(make(), 2), rank_of(0, 1, training=False))
     loading.exact(DataLoader(Stream(), 2), rank_of(0, 1, training=False))
     name = type(make()).__name__
     expected = f"the validations of a resumed run are not exact: {name} gives other samples"
     assert [line.startswith(expected) for line in loading.lines] == [True]
     # It says nothing of an evaluation alone, nor where the next validation begins anew.
-    alone = ExactLoading(seed=0)
+    alone = RunLoaders(seed=0)
     alone.exact(DataLoader(make(), 2), rank_of(0, 1, training=False, doing="validate"))
     alone.exact(DataLoader(OwnGenerator(random.Random(0)), 2), rank_of(0, 1, training=False))
     assert not alone.lines
@@ -1608,7 +1610,7 @@ class Fails(Kept):
 def test_a_set_whose_samples_depend_on_what_was_fetched_before_is_said(
     make: Any, is_told: bool, training: bool, workers: int
 ) -> None:
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     dataset = make()
     state = torch.get_rng_state()
     for _ in range(2):
@@ -1648,7 +1650,7 @@ def test_a_trial_moves_no_place_in_a_file_and_asks_no_connection(tmp_path: Path)
         # It would answer the trial as well.
         answering.sendall(bytes(range(12)))
         with connection, answering:
-            loading = ExactLoading(seed=0)
+            loading = RunLoaders(seed=0)
             dataset = ReadsOn(tmp_path / "rows", connection)
             loader = loading.exact(DataLoader(dataset, 4), rank_of(0, 1, True))
             read = torch.cat(list(loader))
@@ -1661,7 +1663,7 @@ def test_a_stream_that_cannot_be_copied_is_said() -> None:
         def __init__(self) -> None:
             self.lock = threading.Lock()
 
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     loading.exact(DataLoader(Locked(), 2), rank_of(0, 1))
     expected = "a resume may not be exact: Locked could not be tried with a copy (TypeError: "
     assert loading.lines[1].startswith(expected)
@@ -1680,7 +1682,7 @@ def test_an_epoch_that_is_cut_is_tried_as_it_is_trained() -> None:
 
     trainer = rank_of(0, 1)
     trainer.limit_train_batches = 4
-    loading = ExactLoading(seed=0)
+    loading = RunLoaders(seed=0)
     loading.exact(DataLoader(Endless(), 2), trainer)
     assert "Endless gives other samples when it is begun anew" in loading.lines[1]
 
@@ -1727,13 +1729,13 @@ def test_a_stream_that_is_made_anew_for_each_epoch_loses_no_sample(tmp_path: Pat
     ],
 )
 def test_a_state_that_was_proved_gives_exactly_the_rest(make: Any) -> None:
-    def started(place: Start | None = None) -> tuple[ExactLoading, Any]:
-        loading = ExactLoading(seed=0)
+    def started(place: DataStart | None = None) -> tuple[RunLoaders, Any]:
+        loading = RunLoaders(seed=0)
         if place is not None:
-            loading.start = place
+            loading.data_start = place
         trainer.current_epoch = place.epoch if place else 0
         found = loading.exact(make(), trainer)
-        assert loading.starts_inside_epochs
+        assert loading.can_start_inside_epochs
         loading.begin()
         return loading, found
 
@@ -1746,9 +1748,9 @@ def test_a_state_that_was_proved_gives_exactly_the_rest(make: Any) -> None:
     for batch in whole:
         batches.append(batch)
         if len(batches) == 3:
-            state = loading.training[0].state_after(3, epoch_ends=False)
+            state = loading.positions[0].state_after(3, epoch_ends=False)
     assert torch.equal(torch.get_rng_state(), generators)
-    _, rest = started(Start(epoch=1, batches=3, loaders=[state]))
+    _, rest = started(DataStart(epoch=1, batches=3, loaders=[state]))
     found = list(rest)
     assert is_same(found, batches[3:])
     assert len(found) == len(batches) - 3 > 0
@@ -1828,9 +1830,9 @@ def test_batches_are_compared_by_value() -> None:
 
 
 def test_a_state_that_no_loader_takes_any_more_is_told_and_left_out() -> None:
-    loading = ExactLoading(0)
-    loading.training = [WatchedLoader([torch.zeros(1)], None, 0)]
-    loading.start = Start(loaders=[(0, {"position": 3})])
+    loading = RunLoaders(0)
+    loading.positions = [WatchedLoader([torch.zeros(1)], None, 0)]
+    loading.data_start = DataStart(loaders=[(0, {"position": 3})])
     loading.begin()
     assert loading.lines == [
         "the checkpoint holds a state of a loader that has none now: the resume is not exact."
@@ -1841,8 +1843,8 @@ def test_how_a_pass_is_cut_is_saved_as_well_before_its_rest_is_read() -> None:
     first = exact_form(DataLoader(range(12), 4), True, seed=0)
     next(iter(first))
     first.batch_sampler.batch_size = 2
-    kept = first.exact_passes.kept_cut(epoch_ends=False)
+    kept = first.exact_position.kept_cut(epoch_ends=False)
     assert (kept["of_pass"], kept["now"]) == ([4, False], [2, False])
     resumed = exact_form(DataLoader(range(12), 4), True, seed=0)
-    resumed.exact_passes.cut_again(kept)
-    assert resumed.exact_passes.kept_cut(epoch_ends=False) == kept
+    resumed.exact_position.cut_again(kept)
+    assert resumed.exact_position.kept_cut(epoch_ends=False) == kept

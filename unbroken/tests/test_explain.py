@@ -36,7 +36,7 @@ class Sized(Typed):
 
 
 class Inherits(Typed):
-    """Passes its arguments on."""
+    """LoaderPosition its arguments on."""
 
     def __init__(self, depth: int = 2, **kwargs: Any) -> None:
         super().__init__(**kwargs)

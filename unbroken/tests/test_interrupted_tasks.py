@@ -28,7 +28,7 @@ from unbroken import run_folder
 from unbroken.checkpoint.following import Best
 from unbroken.cli import start as entry
 from unbroken.commands.test import main
-from unbroken.loading import ExactLoading
+from unbroken.loading import RunLoaders
 from unbroken.run_folder import RunFolder as Run
 from unbroken.stopping import signals
 
@@ -640,7 +640,7 @@ def test_ranks_evaluate_the_samples_that_one_process_does(kind: str) -> None:
         loader = DataLoader(numbers, 10, sampler=sampler, drop_last=kind == "drop_last")
         trainer: Any = Ranks(rank, ranks)
         return [
-            int(number) for batch in ExactLoading(seed=0).exact(loader, trainer) for number in batch
+            int(number) for batch in RunLoaders(seed=0).exact(loader, trainer) for number in batch
         ]
 
     assert sorted([*seen(0, 2), *seen(1, 2)]) == sorted(seen(0, 1))

@@ -161,7 +161,7 @@ class Breaks(Monitor):
         self.steps.append(trainer.global_step)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        self.shared.append(self.of_all_ranks(trainer.global_rank))
+        self.shared.append(self.gather_from_ranks(trainer.global_rank))
 
 
 def test_a_monitor_that_fails_gives_one_warning_and_measures_nothing_more(tmp_path: Path) -> None:

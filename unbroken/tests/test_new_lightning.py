@@ -877,12 +877,12 @@ def test_the_help_lists_known_subclasses_as_it_did() -> None:
 
 def test_a_stop_is_lightnings_own_exception_with_the_code_of_its_signal() -> None:
     from lightning.pytorch.utilities.exceptions import SIGTERMException
-    from unbroken.stopping.stop import Terminated
+    from unbroken.stopping.agreement import Terminated
 
     try:
         stop = Terminated()
     except TypeError as error:
-        files = [LIBRARY / "stopping" / "stop.py"]
+        files = [LIBRARY / "stopping" / "agreement.py"]
         tell("lightning", f"makes its SIGTERMException in another way ({error})", files)
     assert isinstance(stop, SIGTERMException)
     assert (stop.code, stop.exit_code) == (128 + signal.SIGTERM, 128 + signal.SIGTERM)

@@ -19,7 +19,7 @@ from torchmetrics import MeanMetric, MeanSquaredError, Metric, MetricTracker, Mi
 from unbroken.checkpoint.following import Best, Following
 from unbroken.checkpoint.kept import KeptParts
 from unbroken.errors import UserError
-from unbroken.loading import ExactLoading
+from unbroken.loading import RunLoaders
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.parts.generators import OwnGenerators, RandomGenerators
 from unbroken.parts.held import held_by_users as held
@@ -84,7 +84,7 @@ def other() -> Trainer:
 
 def test_the_list_has_every_part_once_and_generators_last() -> None:
     own = MetricRows(SimpleNamespace())  # type: ignore[arg-type]
-    parts = KeptParts(ExactLoading(0), Following(Best()), [own], undeclared=True).all
+    parts = KeptParts(RunLoaders(0), Following(Best()), [own], undeclared=True).all
     names = [part.name for part in parts]
     assert len(names) == len(set(names)) == 27
     assert isinstance(parts[-1], RandomGenerators)
@@ -488,7 +488,7 @@ def test_samples_are_not_copied() -> None:
 
 def test_the_engines_own_objects_keep_their_place_themselves() -> None:
     assert is_object(Meter())
-    assert not is_object(ExactLoading())
+    assert not is_object(RunLoaders())
 
 
 def test_a_data_module_gets_its_attributes_back_before_it_makes_loaders() -> None:
@@ -760,7 +760,7 @@ def test_an_early_stop_is_taken(one: Trainer) -> None:
 def test_loader_positions_tell_whether_the_epoch_is_over(one: Trainer) -> None:
     asked: list[Any] = []
     loading: Any = SimpleNamespace(
-        training=[SimpleNamespace(state_after=lambda *words: asked.append(words) or (0, None))]
+        positions=[SimpleNamespace(state_after=lambda *words: asked.append(words) or (0, None))]
     )
     part = LoaderPositions(loading)
     part.epoch_is_over = True

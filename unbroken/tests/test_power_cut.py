@@ -16,7 +16,7 @@ import torch
 from unbroken.storage import files
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 from unbroken.storage.files import copy_atomically
-from unbroken.storage.usable import newest_whole
+from unbroken.storage.usable import checkpoint_to_resume
 
 from tests.commands import checkpoint, differences_in_training, exit_code, kill_group, start
 from tests.power_cut import WORLDS, PowerCut
@@ -58,7 +58,7 @@ def steps_left(folder: Path) -> list[tuple[str, str, int]]:
             after.mkdir()
             for name, data in cut.left(world).items():
                 (after / name).write_bytes(data)
-            path, _ = newest_whole(after / "last.ckpt", after / "best.ckpt")
+            path, _ = checkpoint_to_resume(after / "last.ckpt", after / "best.ckpt")
             contents = {} if path is None else checkpoint(path)
             step = contents.get("global_step", 0)
             assert path is None or contents["state_dict"]["weight"].eq(step).all(), "mixed"

@@ -406,7 +406,7 @@ def test_confusion_and_mistakes_are_exact_and_show_the_images_themselves() -> No
 def test_predictions_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = TestPredictions(most=6)
     trained_predictions(alone)
-    monkeypatch.setattr(monitor, "of_all_ranks", lambda mine: [mine, (None, []), mine])
+    monkeypatch.setattr(monitor, "gather_from_ranks", lambda mine: [mine, (None, []), mine])
     twice = TestPredictions(most=6)
     trained_predictions(twice)
     assert alone.confusion is not None

@@ -242,7 +242,7 @@ def test_a_signal_behind_slurms_ends_no_process_that_starts(
         with contextlib.suppress(StopIteration):
             return next(received)
         # Training begins.
-        state.phase = signals.Phase.TRAINS
+        state.phase = signals.Phase.RUNS
         return bytes([signal.SIGTERM])
 
     monkeypatch.setattr(os, "read", read)

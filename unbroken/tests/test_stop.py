@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 from numerals.fit import job as fit
-from unbroken.checkpoint.ending import Ending
-from unbroken.checkpoint.own_folder import OwnFolder
-from unbroken.stopping.stop import SAVE_DUE, Agreement, request_of, signal_of
+from unbroken.stopping.agreement import SAVE_DUE, Agreement, request_of, signal_of
 
 from tests.commands import (
     CPU2,
@@ -221,24 +219,33 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> Agreement:
     """The agreement of a rank whose neighbour asks for nothing."""
     reduced = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr("torch.distributed.all_reduce", lambda value, **_: reduced)
-    agreement = Agreement(world_size=1)
+    agreement = Agreement()
     agreement.group = "two ranks"
     return agreement
 
 
+def agreed(agreement: Agreement, request: int) -> int:
+    """What is agreed on once more, after a request was sent."""
+    agreement._request = 0
+    agreement.agree(request)
+    return agreement._request
+
+
 def test_a_save_is_not_asked_for_again_by_a_request_from_before_it(two_ranks: Agreement) -> None:
     """Rank zero asks until the save is done, and each request arrives one call later."""
-    assert two_ranks.exchange(SAVE_DUE) == 0
-    assert two_ranks.exchange(SAVE_DUE) == SAVE_DUE
-    two_ranks.forget_saves()
-    assert two_ranks.exchange(SAVE_DUE) == 0, "of the call before the save"
-    assert two_ranks.exchange(0) == SAVE_DUE, "of the call after it"
+    assert agreed(two_ranks, SAVE_DUE) == 0
+    assert agreed(two_ranks, SAVE_DUE) == SAVE_DUE
+    two_ranks.forget()
+    assert agreed(two_ranks, SAVE_DUE) == 0, "of the call before the save"
+    assert agreed(two_ranks, 0) == SAVE_DUE, "of the call after it"
 
 
 def test_a_stop_that_was_asked_for_before_a_save_counts_after_it(two_ranks: Agreement) -> None:
-    two_ranks.exchange(request_of(signal.SIGTERM))
-    two_ranks.forget_saves()
-    assert two_ranks.exchange(0) == request_of(signal.SIGTERM)
+    two_ranks.agree(request_of(signal.SIGTERM))
+    two_ranks.forget()
+    two_ranks.agree(0)
+    assert two_ranks.is_stop
+    assert two_ranks.stop_signal == signal.SIGTERM
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="of POSIX")
@@ -252,9 +259,9 @@ def test_a_job_is_queued_again_also_where_another_rank_was_asked_to_stop() -> No
 
 
 def test_a_request_of_one_training_does_not_reach_the_next(two_ranks: Agreement) -> None:
-    two_ranks.exchange(request_of(signal.SIGINT))
-    two_ranks.begin()
-    assert [two_ranks.exchange(0), two_ranks.exchange(0)] == [0, 0]
+    two_ranks.agree(request_of(signal.SIGINT))
+    two_ranks.begin(world_size=1)
+    assert [agreed(two_ranks, 0), agreed(two_ranks, 0)] == [0, 0]
 
 
 def test_ranks_agree_a_step_later_and_at_the_end_at_once(
@@ -267,10 +274,10 @@ def test_ranks_agree_a_step_later_and_at_the_end_at_once(
         return SimpleNamespace(wait=lambda: None)
 
     monkeypatch.setattr("torch.distributed.all_reduce", reduce)
-    agreement = Agreement(world_size=1)
-    assert agreement.exchange(SAVE_DUE) == SAVE_DUE, "alone"
+    agreement = Agreement()
+    assert agreed(agreement, SAVE_DUE) == SAVE_DUE, "alone"
     agreement.group = "two ranks"
-    assert [agreement.exchange(0), agreement.exchange(0)] == [0, request_of(signal.SIGTERM)]
+    assert [agreed(agreement, 0), agreed(agreement, 0)] == [0, request_of(signal.SIGTERM)]
 
     def gather(found: list[Any], mine: Any, group: Any) -> None:
         found[:] = [mine, request_of(signal.SIGINT)]
@@ -283,11 +290,10 @@ def test_ranks_agree_a_step_later_and_at_the_end_at_once(
     }
     for name, answer in answers.items():
         monkeypatch.setattr(f"torch.distributed.{name}", answer)
-    ending = Ending(OwnFolder(tmp_path, None, None), None)
-    ending._agreement = agreement
-    ending.agree_at_the_end()
-    assert signal_of(ending.request) == signal.SIGINT
-    assert ending.is_asked_for
+    agreement.forget()
+    agreement.agree_at_the_end(0)
+    assert agreement.stop_signal == signal.SIGINT
+    assert agreement.is_stop
 
 
 # Counts on rank zero after which steps it has saved, with an interval of a second.

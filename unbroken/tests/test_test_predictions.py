@@ -140,7 +140,7 @@ def test_what_was_predicted_is_in_the_runs_result(tmp_path):
 
 
 def test_results_of_all_ranks_are_put_together(tmp_path, monkeypatch):
-    monkeypatch.setattr(monitor, "of_all_ranks", lambda mine: [mine, (None, []), mine])
+    monkeypatch.setattr(monitor, "gather_from_ranks", lambda mine: [mine, (None, []), mine])
     callback = pass_over(tmp_path, batch_of([1, 0], [[0.9, 0.1], [0.4, 0.6]]), most=3)
     assert callback.confusion is not None
     assert callback.confusion.tolist() == [[0, 2], [2, 0]]

@@ -35,7 +35,6 @@ from torch.utils.data import (
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.following import Best
 from unbroken.checkpoint.not_exact import what_is_not_exact
-from unbroken.loading import ExactLoading
 from unbroken.monitors import LogLastStep
 from unbroken.parts.held import held_by_users
 from unbroken.parts.trainer_settings import TrainerSettings
@@ -582,9 +581,9 @@ def test_weights_and_optimizers_that_training_changes_are_told_at_the_first_save
 
 def test_a_communication_hook_with_a_state_is_told() -> None:
     trainer = trainer_of(Module())
-    assert not what_is_not_exact(trainer, ExactLoading())
+    assert not what_is_not_exact(trainer)
     trainer.strategy._ddp_comm_state = SimpleNamespace(errors=[])  # type: ignore[attr-defined]
-    (line,) = what_is_not_exact(trainer, ExactLoading())
+    (line,) = what_is_not_exact(trainer)
     assert "communication hook" in line
 
 
@@ -844,14 +843,14 @@ def test_a_state_of_an_optimizer_has_torchs_type_where_the_weights_have_another(
 
 def test_validations_by_the_clock_are_said_to_come_at_other_steps() -> None:
     trainer = trainer_of(Plain())
-    assert not what_is_not_exact(trainer, ExactLoading())
+    assert not what_is_not_exact(trainer)
     clocked = Trainer(
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
         val_check_interval="00:00:01:00",
     )
-    (line,) = what_is_not_exact(clocked, ExactLoading())
+    (line,) = what_is_not_exact(clocked)
     assert "validations come at other steps" in line
 
 

@@ -26,8 +26,8 @@ from unbroken.lightning_internals import average_on_the_device, averaged_models
 from unbroken.results.facts import git_state
 from unbroken.run.final_test import final_test, float32_products
 from unbroken.stopping import ranks
-from unbroken.stopping.ranks import of_all_ranks
-from unbroken.stopping.stop import Agreement
+from unbroken.stopping.agreement import Agreement
+from unbroken.stopping.ranks import gather_from_ranks
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 from unbroken.storage.run_files import RunFiles
 from unbroken.storage.savable import NotPlain
@@ -231,7 +231,7 @@ def save_with_a_fault(
 
     def save_checkpoint(path: Path, weights_only: bool) -> None:
         # What the ranks tell each other of their parts.
-        assert of_all_ranks("part", group) == ["part", "part"]
+        assert gather_from_ranks("part", group) == ["part", "part"]
         if rank == 0:
             strategy.checkpoint_io.save_checkpoint({}, path)
         dist.barrier()  # Lightning's, at the end of every save
@@ -244,7 +244,9 @@ def save_with_a_fault(
         precision_plugin=Precision(),
         datamodule=None,
     )
-    group = Agreement(2).group
+    agreement = Agreement()
+    agreement.begin(2)
+    group = agreement.group
     files = RunFiles(folder)
     if is_of_before and rank == 0:
         files._thread.begin(partial(AtomicCheckpointIO().write, {}, folder / "before.ckpt"))

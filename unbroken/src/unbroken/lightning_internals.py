@@ -470,13 +470,18 @@ def end_restart(trainer: Trainer) -> None:
     trainer.fit_loop.epoch_loop.restarting = False
 
 
-def before_resumed_epoch(
-    trainer: Trainer, act: Callable[[], None], *, is_before_batch: bool, was_validated: bool
+def prepare_resumed_epoch(
+    trainer: Trainer,
+    before_batches: Callable[[], None],
+    *,
+    is_before_batch: bool,
+    was_validated: bool,
 ) -> None:
     """Let the epoch that a resumed run begins with begin where the run was stopped.
 
-    ``act`` is called once in it: samplers have been told the epoch, the hooks of its start were
-    called, and no batch was read. Before that the epoch is made as long as its loaders say now.
+    ``before_batches`` is called once in it: samplers have been told the epoch, and the hooks of its
+    start were called. No batch was read, but for the first one of a loader without a length. Before
+    that the epoch is made as long as its loaders say now.
     Lightning asks for the lengths anew as each epoch begins, but for the first one of a start: that
     one has the lengths of before those hooks, which may set another batch size. Buys that a resumed
     epoch knows its last batch.
@@ -488,7 +493,7 @@ def before_resumed_epoch(
 
     Args:
         trainer: Has read the checkpoint.
-        act: Called without arguments.
+        before_batches: Called without arguments.
         is_before_batch: Whether the run was stopped before a batch, and begins with it.
         was_validated: Whether a validation had followed the last batch. The checkpoint then has a
             step taken off, for a plain Trainer, and it is added again here; see ``clean_counters``
@@ -503,7 +508,7 @@ def before_resumed_epoch(
         # The first epoch of a run has the lengths of before its hooks, also where it is resumed.
         if trainer.current_epoch > 0 and None not in (data_fetcher.length, length):
             data_fetcher.length = length
-        act()
+        before_batches()
         loop.on_run_start(data_fetcher)
         if is_before_batch:
             loop._batches_that_stepped += int(was_validated)

@@ -27,7 +27,7 @@ from unbroken.storage.contents import record_in
 from unbroken.storage.files import write_atomically
 from unbroken.storage.reading import UNREADABLE, read_json, read_text
 from unbroken.storage.seals import fingerprint, is_own
-from unbroken.storage.usable import newest_whole
+from unbroken.storage.usable import checkpoint_to_resume
 from unbroken.trust.links import refuse_links_that_leave, refuse_pipes
 
 ROOT = Path("checkpoints")
@@ -202,7 +202,7 @@ def refuse_files_of_others(folder: Path) -> None:
     names = sorted(path.name for path in folder.glob("[!.]*"))
     if not names or read_run_id(folder):
         return
-    if newest_whole(folder / "last.ckpt", folder / "best.ckpt")[0] is None:
+    if checkpoint_to_resume(folder / "last.ckpt", folder / "best.ckpt")[0] is None:
         raise UserError(
             f"--run_name {folder.name}: {folder} is no run's folder: it holds {names[0]}, and no"
             f" {RUN_ID}. Name the run otherwise."
@@ -346,7 +346,7 @@ def _choose_here(root: Path, run_name: str | None, ckpt_path: str | None) -> Run
 def _newest_whole_checkpoint(folder: Path) -> RunFolder:
     """A run that goes on from its last.ckpt, else from its best.ckpt, else starts afresh."""
     run = RunFolder(folder)
-    path, skipped = newest_whole(folder / "last.ckpt", folder / "best.ckpt")
+    path, skipped = checkpoint_to_resume(folder / "last.ckpt", folder / "best.ckpt")
     run.notes += skipped
     if path is not None:
         return replace(run, checkpoint=path, finished=_is_finished(path))

@@ -20,7 +20,7 @@ import unbroken
 from unbroken.checkpoint.following import Best, Following
 from unbroken.checkpoint.kept import KeptParts
 from unbroken.cli.cli import configure
-from unbroken.loading import ExactLoading
+from unbroken.loading import RunLoaders
 
 from project.fit import job
 
@@ -178,7 +178,7 @@ def test_every_example_in_the_table_is_there() -> None:
 def test_the_page_names_every_part_of_a_checkpoint() -> None:
     table = PAGES["docs/how_it_works.md"].partition("| part |")[2].partition("\n\n")[0]
     named = re.findall(r"`([A-Z]\w+)`", table)
-    kept = KeptParts(ExactLoading(), Following(Best()), [], undeclared=True)
+    kept = KeptParts(RunLoaders(), Following(Best()), [], undeclared=True)
     parts = [type(part).__name__ for part in kept.all]
     assert sorted(named) == sorted([*parts, "MetricRows"])
 

@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 from unbroken.cli.cli import configure
 from unbroken.cli.trainer_flags import build_trainer, trainer_flags
 from unbroken.mirror.store import PACKAGES
-from unbroken.stopping.ranks import meet, of_all_ranks
+from unbroken.stopping.ranks import gather_from_ranks, meet
 from unbroken.storage.checkpoint_files import read
 
 from project.fit import job as fit
@@ -232,7 +232,7 @@ def test_a_slurm_job_at_its_time_limit_is_queued_again_and_goes_on_exactly(
 def meet_and_stay(rank: int, told: Any) -> None:
     """One of two ranks: find the other one, tell it, and stay until this process is killed."""
     meet(rank, 2)
-    told.put(sorted(of_all_ranks(rank)))
+    told.put(sorted(gather_from_ranks(rank)))
     time.sleep(60)
 
 

@@ -17,8 +17,9 @@ from unbroken.checkpoint.shared_metrics import UnsharedValues
 from unbroken.checkpoint.validation import Validation
 from unbroken.checkpoint.windows import Windows
 from unbroken.chosen import Chosen
-from unbroken.loading import ExactLoading
+from unbroken.loading import RunLoaders
 from unbroken.parts.part import Part
+from unbroken.stopping.agreement import Agreement
 
 
 @dataclass(frozen=True)
@@ -40,22 +41,29 @@ class Engine:
 
     Args:
         own_folder: The folder of the run.
-        ending: How the run ends when it is asked to.
+        agreement: What the ranks agree on: to stop, to save, or nothing.
+        ending: How the run ends when it is asked to stop.
         best: The best so far.
         settings: What the user has given.
     """
 
     def __init__(
-        self, own_folder: OwnFolder, ending: Ending, best: Best, settings: Settings
+        self,
+        own_folder: OwnFolder,
+        agreement: Agreement,
+        ending: Ending,
+        best: Best,
+        settings: Settings,
     ) -> None:
         self.own_folder = own_folder
+        self.agreement = agreement
         self.ending = ending
         self.best = best
         # What is said as training starts: what is not exact, what is assumed, who shares the data.
         self.lines: list[str] = []
         self.chosen = settings.chosen
         self.unshared_values = UnsharedValues()
-        self.loading = ExactLoading(settings.seed, self.lines)
+        self.loading = RunLoaders(settings.seed, self.lines)
         self.following = Following(best)
         self.kept = KeptParts(
             self.loading,
@@ -63,7 +71,7 @@ class Engine:
             settings.further_parts,
             settings.undeclared,
         )
-        self.windows = Windows(self.kept, ending)
+        self.windows = Windows(self.kept, agreement)
         self.validation = Validation(self.kept)
         self.cut_epoch = CutEpoch(self.kept)
         self.saving = Saving(
@@ -71,6 +79,7 @@ class Engine:
             settings.interval,
             self.kept,
             self.following,
+            agreement,
             ending,
             self.cut_epoch,
             self.loading,

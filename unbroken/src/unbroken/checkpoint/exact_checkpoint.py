@@ -7,8 +7,9 @@ Trainer.
 
 Lightning's ModelCheckpoint saves from within hooks, where a resume repeats or skips validations and
 logging steps. It forgets the best when its folder changes, and numbers its files (Lightning issues
-17543, 21800, 11379). Here every checkpoint is taken between two optimizer steps: the last step, its
-validation and its logging are done, and no hook of the next step has been called.
+17543, 21800, 11379). Here every checkpoint is taken between two batches: the last one, its
+validation and its logging are done, and no hook of the next one has been called. A stop inside a
+validation saves the state of its start.
 
 Which hook does what stands in hooks.py. engine.py makes the objects that do it for one training,
 and each has a page of its own:
@@ -20,7 +21,7 @@ and each has a page of its own:
 - validation.py: the validation that a stop may cut
 - cut_epoch.py: the epoch that a limit has cut
 - windows.py: the digests of what the run trains on and becomes
-- ending.py: how a run ends when it is asked to
+- ending.py: the signals, and how a run ends when it is asked to stop
 - own_folder.py: the folder of the run
 """
 
@@ -61,13 +62,14 @@ from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.seams import Seams
 from unbroken.stopping import signals
+from unbroken.stopping.agreement import Agreement
 from unbroken.stopping.ranks import decided_by_rank_zero, take_rank_of_the_trainer
 from unbroken.storage.weights import fill_in_what_was_left_out, make_room_for_buffers
 
 
 class ExactCheckpoint(callbacks.Checkpoint):
-    """Saves ``last.ckpt`` and ``best.ckpt``, goes on from them bit for bit, and ends a run cleanly
-    when it is asked to.
+    """Saves ``last.ckpt`` and ``best.ckpt``, resumes from them bit for bit, and ends a run cleanly
+    when it is asked to stop.
 
     With the Trainer's ``fast_dev_run`` a script saves nothing.
 
@@ -84,8 +86,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         parts: Further parts of a checkpoint, for state that your own code keeps.
         mirror: Where the run is copied to while it trains, such as ``s3://bucket/runs``: any file
             system that fsspec knows, or a folder. ``resume_from`` then also finds what lies there.
-        run_id: Tells the checkpoints of this run from another's in the same folder. Whoever gives
-            it has made and locked the folder. None: this callback does both.
+        run_id: Identifies the run in its checkpoints. Whoever gives one has made and locked the
+            folder. None: this callback does both.
         changed: Whether the user has changed settings since the checkpoint. Then the
             hyperparameters of optimizers and schedules that are made now win over the checkpoint's.
         seed: Of the order and the random numbers of the data. None: it is drawn from torch's
@@ -119,6 +121,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         self.best = Best.of(monitor, mode)
         copied_to = Mirror(mirror) if isinstance(mirror, str) else mirror
         self.own_folder = OwnFolder(folder, run_id, copied_to)
+        self.agreement = Agreement()
         self.ending = Ending(self.own_folder, requeue_signal)
         self._settings = Settings(
             Interval.of(every),
@@ -136,8 +139,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     def _new_engine(self) -> Engine:
         """New objects, so that nothing of an earlier training is left."""
-        self.ending.request = 0
-        return Engine(self.own_folder, self.ending, self.best, self._settings)
+        return Engine(self.own_folder, self.agreement, self.ending, self.best, self._settings)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has the same folder and best, and no training: one that is on holds its
@@ -206,18 +208,18 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     @property
     def resume_from(self) -> str | None:
-        """The newest whole checkpoint, for ``trainer.fit(..., ckpt_path=...)``; None the first
-        time, and where nothing is saved.
+        """The checkpoint to resume from, for ``trainer.fit(..., ckpt_path=...)``: ``last.ckpt``,
+        or ``best.ckpt`` where that is missing or damaged (a line says so). None the first time, and
+        where nothing is saved.
 
-        A damaged file is skipped, and a line says so. With a mirror, its newest whole save is
-        brought here first, if it is ahead of what is here.
+        With a mirror, its newest whole save is brought here first, if it is ahead of what is here.
         """
         if not self.saves:
             return None
         if self.mirror is not None and not self.mirror.was_asked:
             # One rank asks the mirror, and the others wait for it.
             decided_by_rank_zero("mirror", self.own_folder.bring_from_mirror)
-        path = self.own_folder.files.newest_whole()
+        path = self.own_folder.files.checkpoint_to_resume()
         return None if path is None else str(path)
 
     def state_dict(self) -> dict[str, Any]:
@@ -249,7 +251,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             return
         refuse_ranks_of_functions(trainer)
         lightning_internals.check()
-        # Of a stage before that ended without a teardown.
+        # The previous stage may have ended without a teardown.
         self._put_everything_back(trainer)
         if stage == "fit":
             if self.saves:
@@ -260,9 +262,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
         seams = Seams(trainer)
         self._seams = seams
         put_in_front(trainer, Hooks(self.engine, seams))
-        self.ending.begin(trainer)
+        self.agreement.begin(trainer.world_size)
+        self.ending.take_over_signals(trainer)
         self._take_over_loaders(trainer, seams)
-        if not self.own_folder.was_given:
+        if not self.own_folder.is_managed_by_caller:
             # A command has seen to its threads before it imported torch.
             threads.configure_later()
         self._watches_threads = waiting.start()
@@ -275,7 +278,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
         loading.shares.are_ours = lightning_internals.take_over_sharing(trainer)
         loading.install(seams, trainer)
         if trainer.world_size > 1:
-            group = self.ending.group
+            group = self.agreement.group
             seams.before_gathering(lambda tensor, of: compare_sizes(trainer, tensor, of or group))
         seams.around_loading(
             partial(self.own_folder.files.reading, trainer),
@@ -283,8 +286,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
         )
 
     def _fill_in(self, trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-        """Put the objects of this start into a checkpoint that could not hold those of the last,
-        convert the module to this run's precision, and make room for the checkpoint's buffers.
+        """Convert the module to this run's precision, and make room for the checkpoint's buffers.
+        Of what the user's ``on_save_checkpoint`` adds, a checkpoint lacks the objects that no file
+        can hold: the hook is called here, and gives the loaded checkpoint those of this process.
         """
         module = trainer.lightning_module
         plugin = trainer.precision_plugin
@@ -335,7 +339,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self._seams = None
             lightning_internals.let_lightning_share(trainer, self.engine.loading.shares.are_ours)
         self.own_folder.release()
-        self.ending.end(trainer)
+        self.ending.give_signals_back(trainer)
         if self._watches_threads:
             waiting.end()
             self._watches_threads = False

@@ -15,7 +15,7 @@ from unbroken import contract
 from unbroken.errors import UserError, require
 from unbroken.parts.metrics import logged_since
 from unbroken.parts.part import Part
-from unbroken.stopping.ranks import of_all_ranks, say
+from unbroken.stopping.ranks import gather_from_ranks, say
 
 NOTHING: Mapping[str, Any] = {}
 Mode = Literal["min", "max"]
@@ -247,5 +247,5 @@ def logged_by_rank_zero(
     if trainer.world_size == 1:
         return mine
     numbers = {name: float(value) for name, value in mine.items()}
-    found: dict[str, Any] = of_all_ranks(numbers, group)[0]
+    found: dict[str, Any] = gather_from_ranks(numbers, group)[0]
     return found

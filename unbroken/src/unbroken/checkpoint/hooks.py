@@ -8,14 +8,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from unbroken import lightning_internals
 from unbroken.checkpoint.engine import Engine
-from unbroken.checkpoint.not_exact import what_is_not_exact
+from unbroken.checkpoint.not_exact import what_is_not_exact, why_callbacks_need_whole_epochs
 from unbroken.checkpoint.shared_buffers import share_buffers
 from unbroken.checkpoint.shared_metrics import share_sums
-from unbroken.loading import ExactLoader, passes_of
+from unbroken.loading import ExactLoader, position_of
 from unbroken.seams import Seams
 from unbroken.stopping import signals
+from unbroken.stopping.agreement import request_of_this_rank
 from unbroken.stopping.ranks import say
-from unbroken.stopping.stop import request_of_this_rank
 from unbroken.storage.run_files import OneSave
 
 
@@ -28,22 +28,23 @@ class Hooks(Callback):
 
     | hook | what happens | who does it |
     | --- | --- | --- |
-    | setup | loaders and signals are taken over, and three seams (seams.py) | ExactCheckpoint |
+    | setup | loaders and signals are taken over; seams (seams.py) are put in | ExactCheckpoint |
     | on_load_checkpoint | the state is read; where loaders start is set | restoring |
     | on_fit_start | what this start has made is noted; two seams more | kept, restoring |
     | on_sanity_check_start, on_sanity_check_end | what this check changes is noted | kept |
     | on_train_start | changed hyperparameters win; the user's hooks come after this | restoring |
-    | (seam) after on_train_start | RESTORE: on_train_epoch_start again, every part | restoring |
+    | (seam) after on_train_start | RESTORE, inside an epoch after its hooks | restoring |
     | (seam) before an epoch's first batch | what its start has set is noted | kept |
     | (seam) before each batch, on_train_batch_start | SAVE if one is due; the stop | saving |
     | on_save_checkpoint | every part is put into the checkpoint that is saved | saving |
     | on_train_batch_end | the batch may be digested, a window may end | windows |
     | on_train_batch_end | the ranks agree to save or stop before the next batch | saving |
     | on_validation_start | a snapshot, for a stop inside the validation | validation |
-    | on_validation_batch_end, on_test_batch_end | sums over ranks; the stop | validation, ending |
+    | on_validation_batch_end, on_test_batch_end | SAVE at a stop; sums over ranks | saving |
     | on_validation_end | the followed metric is compared | validation, following |
     | on_test_start, on_test_end | signals wait; values that ranks do not share are told | hooks |
-    | on_train_epoch_end | a snapshot where a limit cuts the epoch; sums over ranks | cut_epoch |
+    | on_train_epoch_end | a snapshot where a limit cuts the epoch | cut_epoch |
+    | on_train_epoch_end | loaders are told; sums over ranks | loading, hooks |
     | on_train_epoch_end | a window of digests ends | windows |
     | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last | saving |
     | on_fit_end | where nothing was left to train: the hooks of its end again | restoring |
@@ -92,7 +93,8 @@ class Hooks(Callback):
         engine.windows.training_starts(trainer)
         engine.restoring.training_starts(trainer)
         engine.lines += engine.best.assumptions()
-        engine.lines += what_is_not_exact(trainer, engine.loading)
+        engine.lines += what_is_not_exact(trainer)
+        engine.loading.resume_only_between_epochs(why_callbacks_need_whole_epochs(trainer))
 
     def _after_train_start(self, trainer: Trainer) -> None:
         everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -107,14 +109,14 @@ class Hooks(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
         if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined]
-            # Lightning does so, too, but after the save below, which holds these counts.
+            # Lightning forgets them, too, but after the save below, which holds these counts.
             engine.restoring.forget_validated_batches(trainer)
         engine.restoring.give_generators_again(trainer)
         # Before the first epoch there is nothing to save.
         if trainer.current_epoch > 0 and not engine.restoring.is_before_first_batch:
             if engine.loading.loaded_at == trainer.current_epoch:
                 engine.kept.settings.loaders_are_made(trainer)
-            engine.following.epoch_is_over(trainer, engine.ending.group)
+            engine.following.epoch_is_over(trainer, engine.agreement.group)
             engine.saving.between_epochs(trainer)
 
     def on_train_batch_start(
@@ -145,7 +147,7 @@ class Hooks(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
-        if engine.loading.starts_inside_epochs and engine.own_folder.saves:
+        if engine.loading.can_start_inside_epochs and engine.own_folder.saves:
             engine.cut_epoch.note(trainer)
         # A longer run that goes on inside the epoch goes on with its open window.
         engine.windows.epoch_ends(trainer)
@@ -156,9 +158,9 @@ class Hooks(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
         if engine.restoring.was_over:
-            # It is saved.
+            # fit_ends has called the hooks of an end again. The run is saved already.
             return
-        engine.following.training_is_over(trainer, engine.ending.group, engine.own_folder.saves)
+        engine.following.training_is_over(trainer, engine.agreement.group, engine.own_folder.saves)
         engine.saving.training_ends(trainer)
         engine.restoring.training_ends()
 
@@ -183,7 +185,7 @@ class Hooks(Callback):
         if trainer.state.fn != "fit":
             signals.training_begins()
             return
-        share_buffers(trainer, pl_module, engine.ending.group)
+        share_buffers(trainer, pl_module, engine.agreement.group)
         engine.restoring.validation_starts(trainer)
         engine.following.validation_starts(trainer)
         engine.validation.starts(trainer)
@@ -199,13 +201,13 @@ class Hooks(Callback):
     ) -> None:
         engine = self.engine
         self._agree_in_evaluation(trainer, batch_idx, dataloader_idx)
-        if not engine.ending.is_asked_for:
+        if not engine.agreement.is_stop:
             return
         if engine.validation.runs:
             snapshot = engine.validation.state_for_a_stop(trainer)
-            engine.saving.save_and_stop_if_asked(trainer, snapshot)
+            engine.saving.save_then_stop_if_asked(trainer, snapshot)
         else:
-            engine.ending.stop(trainer)
+            engine.ending.stop(trainer, engine.agreement.stop_signal)
 
     def _agree_in_evaluation(self, trainer: Trainer, batch_idx: int, dataloader_idx: int) -> None:
         """Where all ranks are known to be here, let them agree on a stop. After the last batch of a
@@ -219,7 +221,7 @@ class Hooks(Callback):
             if is_last and not trainer.sanity_checking:
                 # Lightning computes the values before the epoch's end.
                 share_sums(trainer)
-        self.engine.ending.agree(request_of_this_rank())
+        self.engine.agreement.agree(request_of_this_rank())
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
@@ -229,7 +231,7 @@ class Hooks(Callback):
         engine.restoring.validation_is_over(trainer)
         engine.validation.is_over(trainer)
         if not trainer.sanity_checking:
-            engine.following.validation_is_over(trainer, engine.ending.group)
+            engine.following.validation_is_over(trainer, engine.agreement.group)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         signals.training_begins()
@@ -246,7 +248,9 @@ def put_in_front(trainer: Trainer, hooks: Hooks) -> None:
 
 
 def take_hooks_out(trainer: Trainer) -> None:
-    """Leave no :class:`Hooks` among a Trainer's callbacks. Whoever walks their list keeps it."""
+    """Leave no :class:`Hooks` among a Trainer's callbacks. The list is replaced, so that a loop
+    that runs over it is not disturbed.
+    """
     everyone: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     others = [each for each in everyone if not isinstance(each, Hooks)]
     trainer.callbacks = others  # type: ignore[attr-defined]
@@ -254,4 +258,4 @@ def take_hooks_out(trainer: Trainer) -> None:
 
 def has_equal_batches(loader: Any) -> bool:
     """Whether a loader has as many batches on every rank."""
-    return isinstance(loader, ExactLoader) and passes_of(loader).ranks_agree
+    return isinstance(loader, ExactLoader) and position_of(loader).ranks_agree

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from unbroken.checkpoint.following import Following
 from unbroken.checkpoint.snapshot import Snapshot
-from unbroken.loading import ExactLoading
+from unbroken.loading import RunLoaders
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
@@ -42,7 +42,7 @@ from unbroken.parts.module import (
 from unbroken.parts.part import Part
 from unbroken.parts.trainer_settings import TrainerSettings
 from unbroken.parts.users_objects import UsersObjects
-from unbroken.stopping.ranks import of_all_ranks, say
+from unbroken.stopping.ranks import gather_from_ranks, say
 from unbroken.storage.contents import record_in
 
 
@@ -59,7 +59,7 @@ class KeptParts:
 
     def __init__(
         self,
-        loading: ExactLoading,
+        loading: RunLoaders,
         followed: Following,
         further: Sequence[Part],
         undeclared: bool,
@@ -77,8 +77,8 @@ class KeptParts:
         self._positions = LoaderPositions(loading)
         self.data_sets = DataSets(loading)
         self.validation_samples = ValidationSamples()
-        # In the order in which they are taken, and given back: first those in memory, then those
-        # with files (restoring.py).
+        # In the order in which they are taken. They are given back in the same order, but those
+        # with files last (restoring.py).
         self.all: list[Part] = [
             # A module's own sums come first: to ask for them may add uncounted batches to its
             # metrics.
@@ -153,7 +153,7 @@ class KeptParts:
 
     def state_of(self, snapshot: Snapshot, group: Any) -> dict[str, Any]:
         """What a checkpoint holds of a snapshot: the parts of every rank, and those that are of
-        all. Every rank calls it.
+        all. Every rank must call it.
         """
         loading = self._loading
         size = loading.samples_per_batch_of_pass
@@ -161,7 +161,7 @@ class KeptParts:
             size = loading.samples_per_batch
         return {
             "place": snapshot.place,
-            "ranks": of_all_ranks(snapshot.mine, group),
+            "ranks": gather_from_ranks(snapshot.mine, group),
             "samples_per_batch": size,
             "seed": loading.seed,
             "seeds": [list(each) for each in loading.seeds],

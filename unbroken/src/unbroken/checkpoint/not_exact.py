@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Callback, Trainer, callbacks
 from torch.nn.parallel import DistributedDataParallel
 from unbroken import lightning_internals
-from unbroken.loading import ExactLoading
+from unbroken.loading import RunLoaders
 
 # Lightning's callbacks with which a resume is not exact, and why.
 NOT_EXACT: dict[type[Callback], str] = {
@@ -17,18 +17,11 @@ NOT_EXACT: dict[type[Callback], str] = {
 }
 
 
-def what_is_not_exact(trainer: Trainer, loading: ExactLoading) -> list[str]:
-    """A line for everything with which a resume is not exact, or not exact inside an epoch.
-
-    Where a run can only go on from an epoch's end, ``loading`` is told.
-    """
+def what_is_not_exact(trainer: Trainer) -> list[str]:
+    """A line for everything with which a resume is not exact."""
     notes: list[str] = []
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         name = type(callback).__name__
-        if isinstance(callback, callbacks.StochasticWeightAveraging):
-            # It acts at an epoch's start, which is not repeated.
-            loading.starts_inside_epochs = False
-            notes.append(f"with {name} a run resumes from its last epoch's end.")
         for kind, reason in NOT_EXACT.items():
             if isinstance(callback, kind):
                 notes.append(f"a resume is not exact with {name}: {reason}.")
@@ -65,20 +58,28 @@ def what_is_not_exact(trainer: Trainer, loading: ExactLoading) -> list[str]:
     return notes
 
 
-def what_loaders_side_by_side_lack(trainer: Trainer, loading: ExactLoading) -> list[str]:
-    """A line where training reads loaders side by side that can only be begun together.
+def why_callbacks_need_whole_epochs(trainer: Trainer) -> str | None:
+    """A line where a callback's work can be resumed only between two epochs; else None."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.StochasticWeightAveraging):
+            # It acts at an epoch's start, which is not repeated.
+            return f"with {type(callback).__name__} a run resumes from its last epoch's end."
+    return None
+
+
+def why_loaders_need_whole_epochs(trainer: Trainer, loading: RunLoaders) -> str | None:
+    """A line where training reads loaders side by side that can only be begun together; else None.
 
     Lightning counts in each start which of them have come to their end. With lengths this makes no
-    difference, for they say when an epoch ends. ``loading`` is told.
+    difference, for they say when an epoch ends.
     """
     ends_with_the_first = lightning_internals.mode_of_training_loaders(trainer) == "min_size"
-    if len(loading.training) == 1 or not loading.read_early or ends_with_the_first:
-        return []
-    loading.starts_inside_epochs = False
-    return [
+    if len(loading.positions) == 1 or not loading.read_early or ends_with_the_first:
+        return None
+    return (
         "training reads loaders side by side, and not all have a length: a resumed run goes on from"
         " the last epoch's end."
-    ]
+    )
 
 
 def is_before_epoch_for_batch_norms(trainer: Trainer) -> bool:

@@ -26,12 +26,12 @@ class OwnFolder:
 
     Args:
         path: The folder. None: nothing is saved.
-        run_id: Tells the checkpoints of this run from another's. Whoever gives it has made and
-            locked the folder. None: this is done here.
+        run_id: Identifies the run in its checkpoints. A caller that gives one has made and locked
+            the folder, and releases it. None: this class does both.
         mirror: Where the run is copied to.
 
     Attributes:
-        was_given: Whether somebody else has made and locked the folder.
+        is_managed_by_caller: Whether the caller has made and locked the folder.
         files: The checkpoints in it.
     """
 
@@ -40,7 +40,7 @@ class OwnFolder:
         self.path = Path(path if path is not None else ".").absolute()
         self.has_path = path is not None
         self.run_id = run_id
-        self.was_given = run_id is not None
+        self.is_managed_by_caller = run_id is not None
         self.mirror = mirror
         self.files = RunFiles(self.path)
         self._is_rehearsal = False
@@ -65,8 +65,8 @@ class OwnFolder:
         """Make and lock the folder for a training, unless whoever gave the run's id has done so."""
         batches: int = trainer.fast_dev_run  # type: ignore[attr-defined]
         # Whoever gives the run's id has given a rehearsal a folder of its own.
-        self._is_rehearsal = batches > 0 and not self.was_given
-        if self.was_given or not self.saves or not trainer.is_global_zero:
+        self._is_rehearsal = batches > 0 and not self.is_managed_by_caller
+        if self.is_managed_by_caller or not self.saves or not trainer.is_global_zero:
             return
         refuse_checkpoints_of_others(self.path)
         self._lock = RunFolder(self.path, mirror=self.mirror)
@@ -80,7 +80,7 @@ class OwnFolder:
         """Let a resumed run have the id of its checkpoint: the folder may have lost its own, as
         where the checkpoints alone were copied.
         """
-        if not self.was_given and of_checkpoint is not None:
+        if not self.is_managed_by_caller and of_checkpoint is not None:
             self.run_id = of_checkpoint
 
     def earlier_training(self) -> str | None:
@@ -88,7 +88,7 @@ class OwnFolder:
 
         Whoever gives the run's id has chosen the folder, and told what is in it.
         """
-        if self.was_given or not self.saves:
+        if self.is_managed_by_caller or not self.saves:
             return None
         if not self.files.best.exists() and not self.files.last.exists():
             return None

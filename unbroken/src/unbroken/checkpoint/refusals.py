@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from unbroken import lightning_internals
 from unbroken.errors import UserError
 from unbroken.parts.hyperparameters import kinds_of
-from unbroken.stopping.ranks import of_all_ranks
+from unbroken.stopping.ranks import gather_from_ranks
 from unbroken.storage.run_files import RunFiles
 
 
@@ -97,7 +97,7 @@ def compare_sizes(trainer: Trainer, tensor: torch.Tensor, group: Any) -> None:
     """
     if trainer.training:
         return
-    sizes = of_all_ranks(list(tensor.shape), group)
+    sizes = gather_from_ranks(list(tensor.shape), group)
     if all(size == sizes[0] for size in sizes):
         return
     told = " and ".join(map(str, sizes))

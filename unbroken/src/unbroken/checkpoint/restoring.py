@@ -2,16 +2,17 @@
 
 In the order in which it happens:
 
-1. Lightning has read the checkpoint, and calls :meth:`Restoring.read`: where training goes on in
-   its loaders is set, since most of them are made after this.
-2. The user's hooks of the start act, as in a new run. What they change is noted before
+1. Lightning has read the checkpoint, and calls :meth:`Restoring.read`. It sets where the loaders
+   start, because most of them are made after this.
+2. The user's start-up hooks act, as in a new run. Before they do, what they may change is noted
    (:meth:`Restoring.fit_starts`, :meth:`Restoring.training_starts`).
-3. All these hooks are done: :meth:`Restoring.restore` enters the epoch (inside one it gives the
-   generators back and calls ``on_train_epoch_start`` once more), puts the loaders where training
-   starts, undoes what hooks have changed, and gives every part back.
-4. Before the first batch is fetched, generators are given once more, because samplers may have
-   drawn since (:meth:`Restoring.give_generators_again`). After the batch nothing is left to give
-   back (:meth:`Restoring.batch_ends`).
+3. All these hooks are done. :meth:`Restoring.restore` calls ``on_train_epoch_start`` once more if
+   the run resumes inside an epoch. It puts the loaders where training starts, undoes what the hooks
+   have changed, and gives every part back.
+4. Lightning tells the loaders' samplers the epoch, and they may draw. So the generators are given
+   back once more before the epoch's batches are read (:meth:`Restoring.give_generators_again`;
+   a loader without a length has read its first batch by then, in generators of its own). After the
+   first batch nothing is left to give back (:meth:`Restoring.batch_ends`).
 
 Why a run that is resumed inside an epoch is the run that was not stopped:
 
@@ -22,9 +23,10 @@ Why a run that is resumed inside an epoch is the run that was not stopped:
 - What steps and hooks have changed since the start is in the checkpoint: in Lightning's own
   entries, or in a part (kept.py has the list). Generators of random numbers come last of the parts
   in memory, since giving back any other part may draw. Parts with files follow, and draw nothing.
-- The hooks that are called again leave no trace (noted.py): ``setup``, ``configure_*``,
-  ``on_fit_start``, ``on_train_start`` and ``on_train_epoch_start``. The sanity check is not made
-  again, and no hook of a batch or a validation that is done is called.
+- Of the hooks that are called again, what the checkpoint holds is loaded over what ``setup`` and
+  ``configure_*`` have done, and what ``on_fit_start``, ``on_train_start`` and
+  ``on_train_epoch_start`` change of it is undone (noted.py). The sanity check is not made again,
+  and no hook of a batch or a validation that is done is called.
 
 Where a run was stopped in the validation after its last step, ``max_steps`` is reached, and
 Lightning would enter no epoch. So ``max_steps`` is one step more until that validation is over
@@ -47,7 +49,7 @@ from unbroken.checkpoint.kept import KeptParts
 from unbroken.checkpoint.not_exact import (
     is_after_epoch_for_batch_norms,
     mend_states_of_lightnings_callbacks,
-    what_loaders_side_by_side_lack,
+    why_loaders_need_whole_epochs,
 )
 from unbroken.checkpoint.noted import (
     CallbackStates,
@@ -69,14 +71,14 @@ from unbroken.checkpoint.resume import (
     start_of_anothers,
     uses_hooks,
 )
-from unbroken.loading import ExactLoading
+from unbroken.loading import RunLoaders
 from unbroken.loading.seeding import Seeds
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import apply_changes
 from unbroken.parts.loops import BETWEEN_EPOCHS
 from unbroken.parts.module import give_plain_buffers
 from unbroken.parts.state_types import StateTypes
-from unbroken.stopping.ranks import of_all_ranks, say
+from unbroken.stopping.ranks import gather_from_ranks, say
 from unbroken.storage.contents import CHOSEN, record_in
 from unbroken.storage.usable import can_start_from, replace_damaged_last, usable_best
 from unbroken.storage.weights import buffers_left_out
@@ -108,7 +110,7 @@ class Restoring:
         own_folder: OwnFolder,
         kept: KeptParts,
         best: Best,
-        loading: ExactLoading,
+        loading: RunLoaders,
         seed: int | None,
         changed: bool,
         best_key: str,
@@ -156,7 +158,7 @@ class Restoring:
         mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
         saved = record_in(checkpoint)
         if saved.get("state") is None:
-            self._loading.start = start_of_anothers(checkpoint)
+            self._loading.data_start = start_of_anothers(checkpoint)
             self._lines.append(
                 "that checkpoint was not saved between two steps: the resume is not exact."
             )
@@ -185,7 +187,7 @@ class Restoring:
         trainer.num_sanity_val_steps = 0
         self._own_folder.take_run_id(resume.run_id)
         self._kept.chain.resumed_at = [*saved.get("resumed_at", []), self.loaded_step]
-        self._loading.start = resume.start
+        self._loading.data_start = resume.data_start
         # Loaders are made before everything else is given back.
         objects = self._kept.objects
         objects.give_back_early(trainer, resume.mine(trainer).get(objects.name, {}))
@@ -245,7 +247,7 @@ class Restoring:
             f" so the resume is not exact. OMP_NUM_THREADS={before} makes it exact."
         )
 
-    # 2. The user's hooks of the start come
+    # 2. The user's start-up hooks come
 
     def fit_starts(self, trainer: Trainer) -> None:
         """Note what ``on_fit_start`` may change. Lightning has restored the module, the data module
@@ -265,9 +267,9 @@ class Restoring:
         """Let optimizers load their states as they were saved, and the training be as long as it
         was. A UserError for an optimizer that cannot load its state.
         """
-        start = resume.shared.get(self._kept.hyperparameters.name, {})
+        made_before = resume.shared.get(self._kept.hyperparameters.name, {})
         if lightning_internals.brings_optimizers(trainer):
-            refuse_other_optimizers(trainer, start.get("optimizers", []))
+            refuse_other_optimizers(trainer, made_before.get("optimizers", []))
         if self._state_types is not None:
             self._state_types.begin(trainer)
         settings = self._kept.settings
@@ -298,17 +300,17 @@ class Restoring:
         kinds = (WeightValues, CallbackStates, DataState, ExtraStates, OwnEntries)
         self._before_hooks = [kind(trainer) for kind in kinds]
 
-    # 3. All hooks of the start are done
+    # 3. All start-up hooks are done
 
     def restore(self, trainer: Trainer) -> None:
-        """Put every part back. What the hooks of the start do must change nothing of it."""
+        """Put every part back. What the start-up hooks do must change nothing of it."""
         resume = self._resume
         self._kept.objects.begin(trainer)
         self._kept.settings.begin(trainer)
         self._kept.data_sets.begin()
         self._kept.validation_samples.begin(trainer)
         if resume is not None:
-            self._enter_epoch(trainer, resume)
+            self._prepare_epoch(trainer, resume)
         if not self._loading.read_early:
             # The module's own hooks may have read whole epochs of them. Loaders that were asked for
             # a batch earlier were placed then.
@@ -317,23 +319,25 @@ class Restoring:
             self._give_back(trainer, resume)
         elif trainer.global_step == 0:
             self._start_anew()
-        self._lines += what_loaders_side_by_side_lack(trainer, self._loading)
+        why = why_loaders_need_whole_epochs(trainer, self._loading)
+        self._loading.resume_only_between_epochs(why)
 
-    def _enter_epoch(self, trainer: Trainer, resume: Resume) -> None:
+    def _prepare_epoch(self, trainer: Trainer, resume: Resume) -> None:
         """Let Lightning's loops begin where the run was stopped."""
         if resume.place == BETWEEN_EPOCHS:
             # Our own on_train_epoch_start (hooks.py) gives the generators again, before the user's
             # hooks of that name may draw.
-            resume.enter_epoch(trainer, lambda: None)
+            resume.prepare_epoch(trainer, before_batches=lambda: None)
             lightning_internals.end_restart(trainer)
             return
-        resume.enter_epoch(trainer, lambda: self.give_generators_again(trainer))
-        for loader in self._loading.training:
-            loader.set_epoch(trainer.current_epoch)
+        resume.prepare_epoch(trainer, before_batches=lambda: self.give_generators_again(trainer))
+        # As in a new run, samplers know the epoch as the hooks of its start are called.
+        for position in self._loading.positions:
+            position.set_epoch(trainer.current_epoch)
         call_epoch_start_again(trainer)
 
     def _give_back(self, trainer: Trainer, resume: Resume) -> None:
-        """Undo what the hooks of the start have changed, and give every part back."""
+        """Undo what the start-up hooks have changed, and give every part back."""
         kept = self._kept
         # Whichever hook has set another batch size, the checkpoint's counts.
         self._loading.cut_again(resume.batch_sizes)
@@ -349,7 +353,7 @@ class Restoring:
         self._batches_validated_before = dict(lightning_internals.validated_batches(trainer))
         self._forget_best_of_other_samples(trainer, resume)
         # Files are changed last: what cannot be restored is refused before.
-        self._set_aside_unusable_best(trainer)
+        self._check_best(trainer)
         resume.give_back(trainer, [part for part in kept.all if part.has_a_file])
         self._compare_data(trainer, resume)
         self._compare_bits(trainer, resume)
@@ -364,7 +368,7 @@ class Restoring:
         saved = resume.mine(trainer).get(data_sets.name)
         if saved is None:
             return
-        of_ranks = of_all_ranks(data_sets.others(saved))
+        of_ranks = gather_from_ranks(data_sets.others(saved))
         for name in dict.fromkeys(name for names in of_ranks for name in names):
             self._lines.append(
                 f"the resume is not exact: {name} holds other samples than at the save. If they are"
@@ -381,7 +385,7 @@ class Restoring:
         saved = resume.mine(trainer).get(bits.name)
         if saved is None or self._changed:
             return
-        of_ranks = of_all_ranks(bits.differences(trainer, saved))
+        of_ranks = gather_from_ranks(bits.differences(trainer, saved))
         for name in dict.fromkeys(name for names in of_ranks for name in names):
             self._lines.append(
                 f"{NAMES_OF_BITS[name]} in memory: not what was saved. A bit has flipped, or code"
@@ -405,7 +409,7 @@ class Restoring:
         saved = resume.mine(trainer).get(samples.name)
         if saved is None or not self._kept.followed.is_of_a_validation:
             return
-        differs = any(of_all_ranks(samples.differs(saved)))
+        differs = any(gather_from_ranks(samples.differs(saved)))
         if differs and self._best.score is not None:
             self._lines.append(
                 "validations read other samples than before, so the best so far"
@@ -414,8 +418,10 @@ class Restoring:
             )
             self._best.forget()
 
-    def _set_aside_unusable_best(self, trainer: Trainer) -> None:
-        """Look for the best anew, where ``best.ckpt`` is not what the state says."""
+    def _check_best(self, trainer: Trainer) -> None:
+        """Look for the best anew, where ``best.ckpt`` is not what the state says. A file that
+        cannot be used is set aside.
+        """
         if not self._own_folder.saves:
             return
         reason = None

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Timer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from unbroken import lightning_internals
 from unbroken.checkpoint.cut_epoch import go_inside
-from unbroken.loading import ExactLoading, Start
+from unbroken.loading import DataStart, RunLoaders
 from unbroken.parts.loaders import BatchSizes
 from unbroken.parts.loops import BETWEEN_EPOCHS, SavePoint, states_of_loaders
 from unbroken.parts.part import Part
@@ -37,7 +37,7 @@ class Resume:
     # How its loaders cut their batches. Empty in a checkpoint of an earlier version.
     batch_sizes: list[dict[str, Any]]
     # Where training goes on in its loaders.
-    start: Start
+    data_start: DataStart
     # Whether the run had stopped early and is to stay so.
     should_stop: bool
     # Whether the run was stopped in the validation after its last step.
@@ -49,7 +49,8 @@ class Resume:
         """Read a checkpoint's state. Where the run ended inside an epoch and has more to do, the
         state is the one from inside this epoch.
 
-        Then the checkpoint's own entries are changed, in place, before Lightning restores them.
+        Then the checkpoint's own entries are changed in place: those that Lightning restores after
+        this, and those of module and data module, which are loaded once more.
         """
         saved = checkpoint[RUN_KEY]
         state = dict(saved["state"])
@@ -64,12 +65,12 @@ class Resume:
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         # On more devices than before a new rank goes on where an earlier one was.
         mine = ranks[trainer.global_rank % len(ranks)]
-        start = Start(
+        data_start = DataStart(
             epoch=epoch_of(checkpoint, place),
             batches=0 if place == BETWEEN_EPOCHS else batches["current"]["completed"],
             samples_per_batch=samples_per_batch,
             loaders=mine["loaders"],
-            over=batches["is_last_batch"],
+            epoch_is_trained=batches["is_last_batch"],
         )
         ended = checkpoint["global_step"] == trainer.max_steps
         return cls(
@@ -78,7 +79,7 @@ class Resume:
             shared=state,
             samples_per_batch=samples_per_batch,
             batch_sizes=mine.get(BatchSizes.name, []),
-            start=start,
+            data_start=data_start,
             should_stop=should_stop,
             is_after_last_step=place == "validation" and ended,
             run_id=saved.get("run_id"),
@@ -96,14 +97,14 @@ class Resume:
             if part.name in values:
                 part.give_back(trainer, values[part.name])
 
-    def enter_epoch(self, trainer: Trainer, act: Callable[[], None]) -> None:
+    def prepare_epoch(self, trainer: Trainer, before_batches: Callable[[], None]) -> None:
         """Let Lightning begin with what the run was stopped before: a batch, or a validation.
 
-        ``act`` is called in the epoch, before its first batch is read.
+        Lightning calls ``before_batches`` later, when it begins to read the epoch's batches.
         """
-        lightning_internals.before_resumed_epoch(
+        lightning_internals.prepare_resumed_epoch(
             trainer,
-            act,
+            before_batches,
             is_before_batch=self.place == "batch",
             was_validated=bool(self.shared.get("was_validated")),
         )
@@ -116,7 +117,7 @@ class Resume:
             return {}
         return self.ranks[trainer.global_rank]
 
-    def recount_batches(self, trainer: Trainer, loading: ExactLoading) -> str | None:
+    def recount_batches(self, trainer: Trainer, loading: RunLoaders) -> str | None:
         """Where a run had other ranks or batches, make Lightning's count of batches agree with the
         loader's; returns a line that says so.
         """
@@ -128,7 +129,7 @@ class Resume:
         if not is_known or (ranks_before, size_before) == (ranks_now, size_now):
             return None
         counters: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        done = loading.training[0].start_batch  # type: ignore[attr-defined]
+        done = loading.positions[0].start_batch  # type: ignore[attr-defined]
         counters.ready = done
         counters.started = done
         counters.processed = done
@@ -189,7 +190,7 @@ def epoch_of(checkpoint: dict[str, Any], place: SavePoint) -> int:
     return int(epochs["current"]["processed"])
 
 
-def start_of_anothers(checkpoint: dict[str, Any]) -> Start:
+def start_of_anothers(checkpoint: dict[str, Any]) -> DataStart:
     """Where training goes on from a checkpoint that was saved from outside, such as by
     ``trainer.save_checkpoint`` or ModelCheckpoint.
     """
@@ -200,12 +201,12 @@ def start_of_anothers(checkpoint: dict[str, Any]) -> Start:
     if epochs["completed"] == epochs["started"]:
         # No epoch had begun, or the hooks of its start were called. The batches are those of the
         # epoch before.
-        return Start(checkpoint["epoch"], states=states)
+        return DataStart(checkpoint["epoch"], states=states)
     batches = loops["epoch_loop.batch_progress"]
-    return Start(
+    return DataStart(
         checkpoint["epoch"],
         batches["current"]["ready"],
-        over=batches["is_last_batch"],
+        epoch_is_trained=batches["is_last_batch"],
         states=states,
     )
 

@@ -2,31 +2,33 @@
 
 A run is saved
 
-- before the next step, where the time or the steps between two saves are over (interval.py; it is
-  put off while the save before is being written), where a validation has found a new best, or where
-  the run is asked to stop;
-- between two epochs; a state of 16 MiB or more, unless it is a new best or a stop, only if the
-  save before is old enough for what it costs (interval.py);
+- before the next batch, where the time or the steps between two saves are over (interval.py; this
+  save is put off while the previous one is being written), where a validation has found a new best,
+  or where the run is asked to stop;
+- between two epochs. A state of 16 MiB or more is left out there, unless it is a new best or the
+  run is asked to stop, where the previous save is so recent that another one would cost too much
+  (interval.py);
 - inside a validation, where the run is asked to stop: the state is that of the validation's start;
 - after the last epoch.
 
 In the order in which it happens:
 
-1. At the end of an optimizer step, and where ranks ask each other whether all have a next batch,
-   they agree on what any of them asks for: a save, or a stop (:meth:`Saving.batch_ends`,
-   :meth:`Saving.agree_on_next_batch`). A validation or an epoch's end may find a new best; all
-   ranks find it together.
+1. When a batch is done, the ranks agree on what any of them asks for: to save, or to stop
+   (:meth:`Saving.batch_ends`; stopping/__init__.py has the whole way of a stop). Several ranks know
+   it one batch later. A validation or an epoch's end may find a new best; all ranks find it
+   together.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
-   :meth:`Saving.save_and_stop_if_asked` saves it. The step before is done with its logging and its
-   validation, and no hook of the next one was called. (validation.py takes the parts for a stop
+   :meth:`Saving.save_then_stop_if_asked` saves it. The batch before is done with its logging and
+   its validation, and no hook of the next one was called. (validation.py takes the parts for a stop
    inside a validation.)
-3. :class:`unbroken.storage.run_files.RunFiles` lets Lightning make its checkpoint. Lightning calls
-   our ``on_save_checkpoint`` (hooks.py) as it does so, by which :meth:`Saving._put_state_into` adds
-   what Lightning's lacks. A save that was not put off first waits for the one before. One of less
-   than 16 MiB is written at once; a larger one is copied, and a thread writes the copy. A new best
-   is written to ``best.ckpt`` and, where a resumed run can start there, copied to ``last.ckpt``;
-   any other save is written to ``last.ckpt`` alone.
+3. :class:`unbroken.storage.run_files.RunFiles` waits until the previous save is written. It lets
+   Lightning make its checkpoint. Lightning calls our ``on_save_checkpoint`` (hooks.py) as it does
+   so, which calls ``OneSave.lightning_has_made`` (run_files.py), which calls
+   :meth:`Saving._put_state_into` to add what Lightning's checkpoint lacks. A state of less than 16
+   MiB is written while training waits; a larger one is copied, and a thread writes the copy. A new
+   best is written to ``best.ckpt`` and, if a run can resume from this state, copied to
+   ``last.ckpt``; any other save is written to ``last.ckpt`` alone.
 4. A file is written beside its target, flushed to the disk, and renamed
    (:func:`unbroken.storage.files.written_atomically`). Then :meth:`Saving._note_saved` sets
    ``saved_step`` and hands the files to the mirror, in the thread that has written them.
@@ -56,30 +58,35 @@ from unbroken.checkpoint.own_folder import OwnFolder
 from unbroken.checkpoint.snapshot import Snapshot
 from unbroken.chosen import Chosen
 from unbroken.errors import NotSaved, UserError
-from unbroken.loading import ExactLoading
+from unbroken.loading import RunLoaders
 from unbroken.loading.log_steps import is_optimizer_step
 from unbroken.parts.declared import plain_state
 from unbroken.parts.loops import BETWEEN_EPOCHS, clean_counters
-from unbroken.stopping.ranks import of_all_ranks, say
+from unbroken.stopping.agreement import (
+    SAVE_DUE,
+    Agreement,
+    NextBatch,
+    request_of_this_rank,
+)
+from unbroken.stopping.ranks import gather_from_ranks, say
 from unbroken.stopping.signals import STOP_S
-from unbroken.stopping.stop import SAVE_DUE, NextBatch, request_of_this_rank
 from unbroken.storage.contents import CHOSEN, RUN_KEY
 from unbroken.version import __version__
 
 
 @dataclass(frozen=True)
-class Wish:
-    """One save that is wanted.
+class PlannedSave:
+    """One save.
 
     Attributes:
         snapshot: The state that is saved.
         is_best: Whether it is a new best.
-        can_go_on: Whether a resumed run can start there. If not, ``last.ckpt`` stays as it is.
+        can_be_resumed: Whether a run can resume from it. If not, ``last.ckpt`` stays as it is.
     """
 
     snapshot: Snapshot
     is_best: bool
-    can_go_on: bool
+    can_be_resumed: bool
 
 
 class Saving:
@@ -90,7 +97,8 @@ class Saving:
         interval: How often it is saved.
         kept: The parts of a checkpoint.
         following: Tells of a new best, on every rank alike.
-        ending: What the ranks ask for.
+        agreement: What the ranks ask for: to stop, to save, or nothing.
+        ending: How the run ends.
         cut_epoch: The epoch that a limit has cut.
         loading: Whether training can start inside an epoch.
         chosen: What the run chose by itself.
@@ -106,9 +114,10 @@ class Saving:
         interval: Interval,
         kept: KeptParts,
         following: Following,
+        agreement: Agreement,
         ending: Ending,
         cut_epoch: CutEpoch,
-        loading: ExactLoading,
+        loading: RunLoaders,
         chosen: Chosen,
     ) -> None:
         self.saved_step: int | None = None
@@ -116,50 +125,53 @@ class Saving:
         self._interval = interval
         self._kept = kept
         self._following = following
+        self._agreement = agreement
         self._ending = ending
         self._cut_epoch = cut_epoch
         self._loading = loading
         self._chosen = chosen
         self._began = time.monotonic()
         self._last_save = self._began
-        # Optimizer steps at the newest moment at which a save could be, whether or not there was
-        # one. The steps to the next are counted from it.
-        self._counted_from = 0
+        # Saves are due at the multiples of a number of optimizer steps. Up to this step none is due
+        # any more.
+        self._looked_at_step = 0
 
     def training_starts(self, trainer: Trainer) -> None:
-        """Count the time and the steps until the first save from here."""
+        """Count the time until the first save from here."""
         self._began = time.monotonic()
         self._last_save = self._began
-        self._counted_from = trainer.global_step
+        self._looked_at_step = trainer.global_step
 
     # What is due
 
     def batch_ends(self, trainer: Trainer, batch_idx: int) -> None:
-        """Agree with the other ranks whether to save or stop before the next batch."""
+        """Agree with the other ranks whether to save or stop. They do it before the next batch;
+        several ranks, one batch later.
+        """
         automatic = trainer.lightning_module.automatic_optimization
         if automatic and not is_optimizer_step(trainer, batch_idx):
-            # Neither the clock nor a stop saves inside an accumulated step. A new best is saved
-            # there (before_batch).
+            # Inside an accumulated step nobody asks for a save or a stop. A new best is saved there
+            # (before_batch), and a stop inside a validation saves the state at its start.
             return
-        self._ending.agree(self._own_request(trainer))
+        self._agreement.agree(self._own_request(trainer))
         # Every rank counts the same steps. A batch may have several.
-        steps_are_over = self._interval.is_due_between(self._counted_from, trainer.global_step)
-        is_due = steps_are_over and self._loading.starts_inside_epochs
+        steps_are_over = self._interval.is_due_between(self._looked_at_step, trainer.global_step)
+        is_due = steps_are_over and self._loading.can_start_inside_epochs
         if is_due and not self._waits_for_disk():
-            self._ending.request = max(self._ending.request, SAVE_DUE)
+            self._agreement.add_save()
 
     def _waits_for_disk(self) -> bool:
-        """Whether the disk still writes the save before. Then this one is put off, and training
-        goes on. Every rank calls it.
+        """Whether the disk still writes the previous save. Then this one is put off, and training
+        goes on. Every rank must call it.
         """
-        busy = of_all_ranks(self._own_folder.files.is_busy, self._ending.group)
+        busy = gather_from_ranks(self._own_folder.files.is_busy, self._agreement.group)
         if any(busy):
             self._interval.tell_of_waiting()
         return any(busy)
 
     def agree_on_next_batch(self, trainer: Trainer, has_one: bool) -> NextBatch:
         """Tell the other ranks whether this one has a further batch; the request goes along."""
-        return self._ending.agree_on_next_batch(
+        return self._agreement.agree_on_next_batch(
             trainer.global_rank, has_one, self._own_request(trainer)
         )
 
@@ -172,7 +184,7 @@ class Saving:
         files = self._own_folder.files
         # A save that is still on its way to the disk has the memory that the next one needs. And
         # where a loader cannot start inside an epoch, nothing is saved there by the clock.
-        if not trainer.is_global_zero or files.is_busy or not self._loading.starts_inside_epochs:
+        if not trainer.is_global_zero or files.is_busy or not self._loading.can_start_inside_epochs:
             return 0
         passed = time.monotonic() - self._last_save
         return SAVE_DUE if self._interval.seconds_are_over(passed, files.costs) else 0
@@ -180,66 +192,72 @@ class Saving:
     # The moments for a save
 
     def before_batch(self, trainer: Trainer) -> None:
-        """Save and stop, if that is due. The next batch is fetched, and no hook has seen it."""
-        if self._ending.request or self._following.is_new:
-            self.save_and_stop_if_asked(trainer, self._kept.take(trainer, "batch"))
+        """Save if that is due, and then stop if the ranks have agreed to. The next batch is
+        fetched, and no hook has seen it.
+        """
+        if self._agreement.is_save_or_stop or self._following.is_new:
+            self.save_then_stop_if_asked(trainer, self._kept.take(trainer, "batch"))
 
     def between_epochs(self, trainer: Trainer) -> None:
-        """Save and stop after an epoch. A large state is saved less often than short epochs end."""
-        must = self._ending.request or self._following.is_new
+        """Save after an epoch, and then stop if the ranks have agreed to. Where epochs are short, a
+        large state is not saved after each of them.
+        """
+        must = self._agreement.is_save_or_stop or self._following.is_new
         if must or not self._is_too_soon():
-            self.save_and_stop_if_asked(trainer, self._kept.take(trainer, BETWEEN_EPOCHS))
+            self.save_then_stop_if_asked(trainer, self._kept.take(trainer, BETWEEN_EPOCHS))
 
     def _is_too_soon(self) -> bool:
-        """Whether the save before is not written yet, or so recent that another one would cost too
-        much. Every rank calls it.
+        """Whether the previous save is not written yet, or so recent that another one would cost
+        too much. Every rank must call it.
         """
         files = self._own_folder.files
         passed = time.monotonic() - self._last_save
         mine = files.is_busy or self._interval.is_too_soon(passed, files.costs)
-        return any(of_all_ranks(mine, self._ending.group))
+        return any(gather_from_ranks(mine, self._agreement.group))
 
     def training_ends(self, trainer: Trainer) -> None:
         """Save after the last epoch."""
-        self._ending.agree_at_the_end()
-        self.save_and_stop_if_asked(trainer, self._kept.take(trainer, BETWEEN_EPOCHS), is_end=True)
+        self._agreement.agree_at_the_end(request_of_this_rank())
+        self.save_then_stop_if_asked(trainer, self._kept.take(trainer, BETWEEN_EPOCHS), is_end=True)
 
     # The save
 
-    def save_and_stop_if_asked(
+    def save_then_stop_if_asked(
         self, trainer: Trainer, snapshot: Snapshot | None, is_end: bool = False
     ) -> None:
-        """Save a snapshot, unless there is none, and raise Stopped if the ranks have agreed to
-        stop. The last save of a run (``is_end``, or a stop) is on the disk then.
+        """Save a snapshot, unless there is none. Then raise Stopped if the ranks have agreed to
+        stop. The last save of a run (``is_end``, or a stop) is on the disk when this returns or
+        raises.
         """
-        stops = self._ending.is_asked_for
+        stops = self._agreement.is_stop
         is_last = stops or is_end
-        self._counted_from = trainer.global_step
-        wish = self._wish(trainer, snapshot)
-        if wish is not None:
+        self._looked_at_step = trainer.global_step
+        save = self._plan(trainer, snapshot)
+        if save is not None:
             with self._pauses(trainer):
                 if stops:
                     self._tell_of_a_slow_end()
-                self._save(trainer, wish)
+                self._write_files(trainer, save)
                 if is_last:
-                    self._settle(trainer, wish)
+                    self._settle(trainer, save)
         elif is_last and self._own_folder.saves:
-            # A resume starts from the save before. It must be on the disk.
+            # A run resumes from the previous save. It must be on the disk.
             self._refuse_to_end_unsaved()
         self._following.is_new = False
         if stops:
             # It raises.
-            self._ending.stop(trainer)
-        self._ending.forget_request()
+            self._ending.stop(trainer, self._agreement.stop_signal)
+        self._agreement.forget()
 
-    def _wish(self, trainer: Trainer, snapshot: Snapshot | None) -> Wish | None:
+    def _plan(self, trainer: Trainer, snapshot: Snapshot | None) -> PlannedSave | None:
         """What is to be saved of a snapshot. None: nothing. With loaders that cannot start inside
         an epoch, that is so inside one, unless there is a new best.
         """
         if snapshot is None or not self._own_folder.saves:
             return None
-        wish = Wish(snapshot, self._following.is_new, self._can_go_on(trainer, snapshot))
-        return wish if wish.can_go_on or wish.is_best else None
+        can_be_resumed = self._can_resume_from(trainer, snapshot)
+        save = PlannedSave(snapshot, self._following.is_new, can_be_resumed)
+        return save if save.can_be_resumed or save.is_best else None
 
     @contextmanager
     def _pauses(self, trainer: Trainer) -> Iterator[None]:
@@ -250,39 +268,40 @@ class Saving:
                     pauses.enter_context(callback.pause_while_saving())
             yield
 
-    def _can_go_on(self, trainer: Trainer, snapshot: Snapshot) -> bool:
+    def _can_resume_from(self, trainer: Trainer, snapshot: Snapshot) -> bool:
         """Whether a run that is resumed with this snapshot can start there."""
         if snapshot.place == BETWEEN_EPOCHS:
             return not is_before_epoch_for_batch_norms(trainer)
-        return self._loading.starts_inside_epochs
+        return self._loading.can_start_inside_epochs
 
-    def _save(self, trainer: Trainer, wish: Wish) -> None:
-        """Begin to write the files. Where a resumed run cannot go on, a new best is saved alone.
+    def _write_files(self, trainer: Trainer, save: PlannedSave) -> None:
+        """Begin to write the files. Where no run can resume from the snapshot, ``best.ckpt`` alone
+        is written.
 
         A large state is on the disk later: :meth:`_note_saved` is called then.
         """
-        step = trainer.global_step if wish.can_go_on else None
+        step = trainer.global_step if save.can_be_resumed else None
         files = self._own_folder.files
         files.write(
             trainer,
-            target=files.best if wish.is_best else files.last,
-            also=files.last if wish.is_best and wish.can_go_on else None,
-            group=self._ending.group,
-            add_state=partial(self._put_state_into, trainer, wish),
-            add_left_out=partial(self._kept.add_left_out, trainer, wish.snapshot),
+            target=files.best if save.is_best else files.last,
+            also=files.last if save.is_best and save.can_be_resumed else None,
+            group=self._agreement.group,
+            add_state=partial(self._put_state_into, trainer, save),
+            add_left_out=partial(self._kept.add_left_out, trainer, save.snapshot),
             flush=self._kept.flush,
             when_saved=partial(self._note_saved, step),
         )
         self._last_save = time.monotonic()
 
     def _put_state_into(
-        self, trainer: Trainer, wish: Wish, checkpoint: dict[str, Any]
+        self, trainer: Trainer, save: PlannedSave, checkpoint: dict[str, Any]
     ) -> dict[str, Any]:
         """Put into Lightning's checkpoint what a resume needs beyond it; returns the library's
-        entry. Every rank calls it.
+        entry. Every rank must call it.
         """
-        snapshot = wish.snapshot
-        group = self._ending.group
+        snapshot = save.snapshot
+        group = self._agreement.group
         was_validated = self._kept.was_validated.is_so
         clean_counters(checkpoint["loops"]["fit_loop"], snapshot.place, was_validated)
         schedules = [config.scheduler for config in trainer.lr_scheduler_configs]
@@ -299,7 +318,7 @@ class Saving:
         record["state"] = state
         record["run_id"] = self._own_folder.run_id
         record["resumed_at"] = self._kept.chain.resumed_at
-        record["can_go_on"] = wish.can_go_on
+        record["can_go_on"] = save.can_be_resumed
         record.setdefault("versions", {})[other_version.NAME] = __version__
         return record
 
@@ -330,7 +349,7 @@ class Saving:
                 f" {seconds:.0f} s."
             )
 
-    def _settle(self, trainer: Trainer, wish: Wish) -> None:
+    def _settle(self, trainer: Trainer, save: PlannedSave) -> None:
         """Wait until the last save of a run is on the disk. One that has failed is tried once more.
 
         Raises:
@@ -338,7 +357,7 @@ class Saving:
         """
         if self._trouble_after_waiting() is None:
             return
-        self._save(trainer, wish)
+        self._write_files(trainer, save)
         self._refuse_to_end_unsaved()
 
     def _refuse_to_end_unsaved(self) -> None:
@@ -348,7 +367,7 @@ class Saving:
 
     def _trouble_after_waiting(self) -> str | None:
         """Wait for the disk. Returns why the newest save of any rank is not on it; None where all
-        are. Every rank calls it.
+        are. Every rank must call it.
         """
         files = self._own_folder.files
         try:
@@ -356,7 +375,7 @@ class Saving:
             mine = files.trouble.reason
         except UserError as error:
             mine = str(error)
-        return next((each for each in of_all_ranks(mine, self._ending.group) if each), None)
+        return next((each for each in gather_from_ranks(mine, self._agreement.group) if each), None)
 
     # What it has cost
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from unbroken import lightning_internals
-from unbroken.stopping.ranks import of_all_ranks, say
+from unbroken.stopping.ranks import gather_from_ranks, say
 
 STEPS = ("training_step", "validation_step", "test_step")
 
@@ -27,7 +27,7 @@ def share_sums(trainer: Trainer) -> None:
         if can_be_joined(logged):
             entries[key] = logged
             sums[key] = float(logged.value), samples_in(logged)
-    ranks = of_all_ranks(sums)
+    ranks = gather_from_ranks(sums)
     for key, logged in entries.items():
         # A rank may have logged a value that others have not.
         pairs = [rank[key] for rank in ranks if key in rank]
@@ -100,5 +100,5 @@ def differing(trainer: Trainer) -> list[str]:
             if logged.meta.is_mean_reduction:
                 value /= float(logged.cumulated_batch_size)
             own[logged.meta.name] = f"{value:.5g}"
-    ranks = of_all_ranks(own)
+    ranks = gather_from_ranks(own)
     return [name for name in own if any(rank.get(name) != own[name] for rank in ranks)]

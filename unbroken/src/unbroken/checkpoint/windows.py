@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import Trainer
-from unbroken.checkpoint.ending import Ending
 from unbroken.checkpoint.kept import KeptParts
 from unbroken.parts.chain import STEPS_OF_A_WINDOW, digests_of_now, is_large
-from unbroken.stopping.ranks import of_all_ranks
+from unbroken.stopping.agreement import Agreement
+from unbroken.stopping.ranks import gather_from_ranks
 
 
 class Windows:
@@ -19,13 +19,13 @@ class Windows:
 
     Args:
         kept: Has the chain and the window.
-        ending: Has the ranks' group.
+        agreement: Has the ranks' group.
     """
 
-    def __init__(self, kept: KeptParts, ending: Ending) -> None:
+    def __init__(self, kept: KeptParts, agreement: Agreement) -> None:
         self._chain = kept.chain
         self._window = kept.open_window
-        self._ending = ending
+        self._agreement = agreement
         # Optimizer steps at the end of the last batch
         self._steps = 0
 
@@ -56,5 +56,5 @@ class Windows:
 
     def _end(self, trainer: Trainer) -> None:
         mine = digests_of_now(trainer, self._window)
-        of_ranks = of_all_ranks(mine, self._ending.group)
+        of_ranks = gather_from_ranks(mine, self._agreement.group)
         self._chain.add(trainer.current_epoch, trainer.global_step, of_ranks)

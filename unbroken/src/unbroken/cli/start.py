@@ -125,7 +125,8 @@ def run(main: Callable[[list[str]], int | None]) -> None:
     try:
         code = exit_code(main, sys.argv[1:])
         signals.command_is_done()
-    except signals.Stopped as stop:  # it came while an error was printed
+    except signals.Stopped as stop:
+        # It came while an error was printed, or as the end was told.
         signals.command_is_done()
         code = stop.exit_code
     End.code = _flush(code)
@@ -169,7 +170,7 @@ def _code_of(end: SystemExit) -> int:
     """The exit code that ``sys.exit`` was given. A text is printed, and the code is 1."""
     # Lightning turns a Ctrl-C that reaches it into sys.exit(1).
     if signals.state.requested:
-        return signals.Stopped(signals.state.requested).exit_code
+        return signals.Stopped(signals.as_stop(signals.state.requested)).exit_code
     if isinstance(end.code, str):
         with suppress(OSError):
             print(end.code, file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import data
 from unbroken import contract
 from unbroken.errors import UserError
-from unbroken.loading.passes import Passes, Start
+from unbroken.loading.position import DataStart, LoaderPosition
 from unbroken.loading.samplers import (
     Cut,
     cut_of,
@@ -28,7 +28,7 @@ from unbroken.loading.seeding import seed_generators
 Request = tuple[int, int, Any]
 
 
-class ExactBatches(Passes, data.Sampler[Request]):
+class ExactBatches(LoaderPosition, data.Sampler[Request]):
     """What one rank's loader asks its dataset for.
 
     Training: global batch ``k`` is ``order[k·B·W : (k+1)·B·W]`` and rank ``r`` takes its ``r``-th
@@ -94,7 +94,7 @@ class ExactBatches(Passes, data.Sampler[Request]):
         return exact_source(self.loader, self.training, self.own_share)
 
     @property
-    def owner(self) -> Any:
+    def stateful(self) -> Any:
         """The sampler, if it has a state."""
         source = self.source
         return source if has_state(source) else None
@@ -161,7 +161,7 @@ class ExactBatches(Passes, data.Sampler[Request]):
 
     def __iter__(self) -> Iterator[Request]:
         self.take_epoch()
-        if self.start.over:
+        if self.start.epoch_is_trained:
             # Worker processes request batches in advance. Return now, so that the source's next
             # order is not drawn before the next epoch.
             return
@@ -177,7 +177,7 @@ class ExactBatches(Passes, data.Sampler[Request]):
         gives_batches = self.cut.batch_size is None
         self.cut_of_pass = self.cut
         # The next iteration starts at the first batch.
-        self.start = Start(epoch)
+        self.start = DataStart(epoch)
         self.cut_of_rest = None
         for number, (begin, end) in enumerate(pairwise(cuts), start=first_batch):
             mine = begin + (end - begin) * self.part // self.parts

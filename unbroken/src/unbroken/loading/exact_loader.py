@@ -86,7 +86,7 @@ class ExactLoader(DataLoader[Any]):
     """
 
     # In slots, because all other attributes are the user's loader's.
-    exact_passes: ExactBatches
+    exact_position: ExactBatches
     exact_fetching: DataLoader[Any]
     exact_fetching_is_made_of: list[Any]
     # What was changed since the loader was made, if no checkpoint holds it, is said once.
@@ -95,30 +95,30 @@ class ExactLoader(DataLoader[Any]):
     _iterator = iterator_of("exact_fetching")
 
     def __len__(self) -> int:
-        return len(self.exact_passes)
+        return len(self.exact_position)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Batches. A generator: workers start when the first batch is asked for, at an epoch's
         start.
         """
-        passes = self.exact_passes
-        if passes.training:
+        batches = self.exact_position
+        if batches.training:
             self._say_what_a_resume_lacks()
         if not are_the_same(self.exact_fetching_is_made_of, made_of(self)):
             # Workers that outlive an epoch would go on with what they were started with.
             make_fetching(self)
         fetch: Any = self.exact_fetching.dataset
-        fetch.seed = passes.seeds.draws
-        if passes.in_memory and not self.num_workers and not self.pin_memory:
+        fetch.seed = batches.seeds.draws
+        if batches.in_memory and not self.num_workers and not self.pin_memory:
             # PyTorch's loader would take longer than the batch.
-            for request in passes:
+            for request in batches:
                 yield fetch[request]
         else:
             yield from iterate(self.exact_fetching)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is one of the user's own loader."""
-        return itself, (self.exact_passes.loader,)
+        return itself, (self.exact_position.loader,)
 
     def _say_what_a_resume_lacks(self) -> None:
         for name, value in not_in_a_checkpoint(self).items():
@@ -172,12 +172,12 @@ def exact_form(
     Raises:
         UserError: An evaluation cannot be shared by so many ranks.
     """
-    passes = ExactBatches(loader, training, seed, rank, world_size, own_share)
+    batches = ExactBatches(loader, training, seed, rank, world_size, own_share)
     kind: Any = type(loader)
     found: ExactLoader = object.__new__(exact_class(kind))
     # A class of the user's may set attributes in another way.
     object.__setattr__(found, "__dict__", vars(loader))
-    found.exact_passes = passes
+    found.exact_position = batches
     found.exact_as_made = not_in_a_checkpoint(loader)
     make_fetching(found)
     if found.num_workers:
@@ -185,28 +185,26 @@ def exact_form(
     return found
 
 
-def passes_of(loader: Any) -> Any:
-    """The :class:`Passes` of what the run has put in a loader's place. They are no attribute that
-    the user's code would find in its own loader.
-    """
-    return loader.exact_passes
+def position_of(loader: Any) -> Any:
+    """The :class:`LoaderPosition` of what the run has put in a loader's place."""
+    return loader.exact_position
 
 
 def make_fetching(loader: ExactLoader) -> None:
     """Make the loader of PyTorch's that fetches what an exact one asks for."""
-    passes = loader.exact_passes
-    seed = passes.seeds.draws
+    batches = loader.exact_position
+    seed = batches.seeds.draws
     fetch: Any = Fetch(
         loader.dataset,
         loader.collate_fn,
         seed,
-        rank=passes.rank if passes.training else None,
+        rank=batches.rank if batches.training else None,
         batched=loader.batch_sampler is not None,
     )
     loader.exact_fetching_is_made_of = made_of(loader)
     loader.exact_fetching = DataLoader(
         fetch,
-        sampler=PlainRequests(passes) if loader.num_workers else passes,
+        sampler=PlainRequests(batches) if loader.num_workers else batches,
         # A request is a whole batch: PyTorch neither collates nor copies it.
         batch_size=None,
         # PyTorch's own would search every batch for arrays.

@@ -12,7 +12,7 @@ from unbroken.loading.exact_loader import ExactLoader
 from unbroken.loading.proof import OTHER_SAMPLES, Proof, fault_of_next_epoch, proved
 from unbroken.loading.repeating import gives_others_when_asked_again
 from unbroken.loading.samplers import SEEDABLE, has_state, is_plain, name_of, source_of
-from unbroken.stopping.ranks import of_all_ranks
+from unbroken.stopping.ranks import gather_from_ranks
 
 
 class Faults:
@@ -69,7 +69,7 @@ class Faults:
             )
 
     def try_training(self, loader: Any, number: int, seed: int, trainer: Trainer) -> Proof:
-        """How a run can be resumed with a loader that is read as it is. Every rank calls it.
+        """How a run can be resumed with a loader that is read as it is. Every rank must call it.
 
         Args:
             loader: As the user gave it.
@@ -81,19 +81,19 @@ class Faults:
             Its ``fault`` is that of any rank: ranks save together, and one that cannot start inside
             an epoch decides for all.
         """
-        owner, fault = _claimed_owner(loader)
-        name = name_of(loader) if owner is None else type(owner).__name__
+        stateful, fault = _which_claims_a_state(loader)
+        name = name_of(loader) if stateful is None else type(stateful).__name__
         place = (number, name)
         if place not in self._proofs:
             batches = _batches_of_epoch(trainer.limit_train_batches, loader)
-            proof = proved(loader, owner, fault, seed, batches)
-            faults = [each for each in of_all_ranks(proof.fault) if each is not None]
+            proof = proved(loader, stateful, fault, seed, batches)
+            faults = [each for each in gather_from_ranks(proof.fault) if each is not None]
             self._proofs[place] = proof._replace(fault=next(iter(faults), None))
             self._say(name, self._proofs[place])
         self._look_for_workers_that_live_on(loader)
         proof = self._proofs[place]
         # It may be one of an earlier epoch, because each trial takes a moment.
-        return proof if proof.owner is None else proof._replace(owner=owner)
+        return proof if proof.stateful is None else proof._replace(stateful=stateful)
 
     def _say(self, name: str, proof: Proof) -> None:
         if proof.fault is not None:
@@ -140,7 +140,7 @@ def _has_known_order(source: Any) -> bool:
     return isinstance(source, SEEDABLE) or is_by_epoch or has_state(source)
 
 
-def _claimed_owner(loader: Any) -> tuple[Any, str | None]:
+def _which_claims_a_state(loader: Any) -> tuple[Any, str | None]:
     """What says that it has a state, or None and why nothing does."""
     if has_state(loader):
         return loader, None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.seed import isolate_rng
-from unbroken.loading.passes import Start
+from unbroken.loading.position import DataStart
 from unbroken.loading.samplers import has_state, is_stream
 from unbroken.loading.watched_loader import WatchedLoader
 from unbroken.loading.workers import workers_end_with_block
@@ -42,7 +42,7 @@ class Proof(NamedTuple):
     """How a run with a loader can be resumed."""
 
     # What has a state worth keeping; None where nothing has.
-    owner: Any
+    stateful: Any
     # Why a resumed run cannot go on inside an epoch, without the loader's name. None: it can.
     fault: str | None
     # Why a resumed run is not exact at the beginning of an epoch either. None: it is.
@@ -52,43 +52,45 @@ class Proof(NamedTuple):
 class Trial(NamedTuple):
     """A place in an epoch, and what comes next there."""
 
-    start: Start
+    start: DataStart
     batches: list[Any]
 
 
-def proved(loader: Any, owner: Any, fault: str | None, seed: int, batches: int | None) -> Proof:
+def proved(loader: Any, stateful: Any, fault: str | None, seed: int, batches: int | None) -> Proof:
     """Try how a run with this loader can be resumed: inside an epoch, else at its beginning.
 
     Args:
         loader: As the user gave it.
-        owner: The loader itself or its dataset, whichever says that it has a state; None: neither.
-        fault: Why there is no owner.
+        stateful: The loader itself or its dataset, whichever says that it has a state; None:
+            neither.
+        fault: Why neither has one.
         seed: As training uses it.
         batches: How many batches an epoch of the training has; None: all that the loader gives.
     """
-    if owner is not None:
-        fault = fault_of_state(loader, owner, seed)
+    if stateful is not None:
+        fault = fault_of_state(loader, stateful, seed)
         if fault is None:
-            return Proof(owner, None)
+            return Proof(stateful, None)
         # A state that is wrong inside an epoch may be right at its end.
-        if fault_of_next_epoch(loader, owner, seed, batches) is None:
-            return Proof(owner, fault)
+        if fault_of_next_epoch(loader, stateful, seed, batches) is None:
+            return Proof(stateful, fault)
     return Proof(None, fault, fault_of_next_epoch(loader, None, seed, batches))
 
 
-def fault_of_state(loader: Any, owner: Any, seed: int) -> str | None:
-    """Why a resumed run could not go on from the owner's state; None where it can.
+def fault_of_state(loader: Any, stateful: Any, seed: int) -> str | None:
+    """Why a resumed run could not go on from the state of ``stateful``; None where it can.
 
     One copy of the loader is read. Other copies start from the states that it had in between. They
     must give the same next batches. The loader itself is not touched. Nor are the generators.
 
     Args:
         loader: As the user gave it.
-        owner: The loader itself or its dataset, which has ``state_dict`` and ``load_state_dict``.
+        stateful: The loader itself or its dataset, which has ``state_dict`` and
+            ``load_state_dict``.
         seed: As training uses it.
 
     Returns:
-        What a line says behind the owner's name, such as "which cannot be copied (...)".
+        What a line says behind its name, such as "which cannot be copied (...)".
     """
     if multiprocessing.active_children():
         # Loaders that nobody holds any more are let go of first. They may wait for their workers
@@ -97,19 +99,19 @@ def fault_of_state(loader: Any, owner: Any, seed: int) -> str | None:
     end = time.monotonic() + PATIENCE_SECONDS
     with isolate_rng(include_cuda=False):
         try:
-            copied(loader, owner)
+            copied(loader, stateful)
         except Exception as error:
             reason = _in_one_line(error)
             return f"which cannot be copied, so its state_dict cannot be tried ({reason})"
         try:
-            is_exact = _is_exact(loader, owner, seed, end)
+            is_exact = _is_exact(loader, stateful, seed, end)
         except Exception as error:
             return f"which has a state_dict that cannot be used ({_in_one_line(error)})"
     return None if is_exact else "which gives other samples when it goes on from its state_dict"
 
 
 def fault_of_next_epoch(
-    loader: Any, owner: Any, seed: int, batches: int | None = None
+    loader: Any, stateful: Any, seed: int, batches: int | None = None
 ) -> str | None:
     """Why a resumed run that begins the next epoch would not be exact; None where it is.
 
@@ -118,7 +120,7 @@ def fault_of_next_epoch(
 
     Args:
         loader: As the user gave it.
-        owner: What has a state at the end of an epoch, or None.
+        stateful: What has a state at the end of an epoch, or None.
         seed: As training uses it.
         batches: How many batches an epoch of the training has; None: all that the loader gives.
 
@@ -128,9 +130,11 @@ def fault_of_next_epoch(
     with isolate_rng(include_cuda=False):
         try:
             with workers_end_with_block():
-                trial = _trial_of_next_epoch(WatchedLoader(*copied(loader, owner), seed), batches)
+                trial = _trial_of_next_epoch(
+                    WatchedLoader(*copied(loader, stateful), seed), batches
+                )
             with workers_end_with_block():
-                is_same_epoch = _goes_on_as(WatchedLoader(*copied(loader, owner), seed), trial)
+                is_same_epoch = _goes_on_as(WatchedLoader(*copied(loader, stateful), seed), trial)
         except Exception as error:
             return f"could not be tried with a copy ({_in_one_line(error)})"
     return None if is_same_epoch else OTHER_SAMPLES
@@ -151,21 +155,21 @@ def _trial_of_next_epoch(loader: WatchedLoader, batches: int | None) -> Trial:
         if time.monotonic() > end:
             break
     ends_here = loader.finished or done == batches
-    if loader.owner is not None and not ends_here:
+    if loader.stateful is not None and not ends_here:
         raise TimeoutError("its first epoch is too long")
-    start = Start(1, loaders=[loader.state_after(done, epoch_ends=True)])
+    start = DataStart(1, loaders=[loader.state_after(done, epoch_ends=True)])
     loader.end_epoch(done)
     loader.set_epoch(1)
     return Trial(start, copy.deepcopy(list(islice(loader, COMPARED))))
 
 
-def _is_exact(loader: Any, owner: Any, seed: int, end: float) -> bool:
+def _is_exact(loader: Any, stateful: Any, seed: int, end: float) -> bool:
     """Whether fresh copies go on as a copy that was read did."""
     with workers_end_with_block():
-        trials = _trials(WatchedLoader(*copied(loader, owner), seed), end)
+        trials = _trials(WatchedLoader(*copied(loader, stateful), seed), end)
     for trial in trials:
         with workers_end_with_block():
-            goes_on = _goes_on_as(WatchedLoader(*copied(loader, owner), seed), trial)
+            goes_on = _goes_on_as(WatchedLoader(*copied(loader, stateful), seed), trial)
         if not goes_on:
             return False
         if time.monotonic() > end:
@@ -182,7 +186,7 @@ def _trials(loader: WatchedLoader, end: float) -> list[Trial]:
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
         if epoch:
-            start = Start(epoch, loaders=[loader.state_after(done, epoch_ends=True)])
+            start = DataStart(epoch, loaders=[loader.state_after(done, epoch_ends=True)])
             loader.end_epoch(done)
             trials.append(Trial(start, []))
         for done, batch in enumerate(loader, start=1):
@@ -194,7 +198,7 @@ def _trials(loader: WatchedLoader, end: float) -> list[Trial]:
                     trial.batches.append(kept)
             if done in TRIED:
                 place = loader.state_after(done, epoch_ends=False)
-                trials.append(Trial(Start(epoch, done, loaders=[place]), []))
+                trials.append(Trial(DataStart(epoch, done, loaders=[place]), []))
             if done == MOST_BATCHES or time.monotonic() > end:
                 return trials
     return trials
@@ -209,15 +213,15 @@ def _goes_on_as(loader: WatchedLoader, trial: Trial) -> bool:
     return is_same(found, trial.batches)
 
 
-def copied(loader: Any, owner: Any) -> tuple[Any, Any]:
-    """A copy of a loader and its owner, which may be a part of it. Data that are read by a key are
-    not copied.
+def copied(loader: Any, stateful: Any) -> tuple[Any, Any]:
+    """A copy of a loader and of what has its state, which may be a part of it. Data that are read
+    by a key are not copied.
     """
     shared: dict[int, Any] = {}
     dataset = getattr(loader, "dataset", None)
     if dataset is not None and not is_stream(dataset) and not has_state(dataset):
         shared[id(dataset)] = dataset
-    return copy.deepcopy((loader, owner), shared)
+    return copy.deepcopy((loader, stateful), shared)
 
 
 def _in_one_line(error: Exception) -> str:

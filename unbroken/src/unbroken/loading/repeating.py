@@ -137,7 +137,7 @@ class FetchedTwice(Dataset[bool]):
 
     def __getitem__(self, _: int) -> bool:
         fetch: Any = self.loader.exact_fetching.dataset
-        requests = PlainRequests(self.loader.exact_passes)
+        requests = PlainRequests(self.loader.exact_position)
         few = [
             (epoch, number, part[:SAMPLES] if isinstance(part, list) else part)
             for epoch, number, part in islice(requests, BATCHES)

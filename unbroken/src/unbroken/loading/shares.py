@@ -10,7 +10,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 from unbroken.errors import UserError
-from unbroken.loading.exact_loader import ExactLoader, passes_of
+from unbroken.loading.exact_loader import ExactLoader, position_of
 from unbroken.loading.held_data import held_data, is_alike
 from unbroken.loading.log_steps import SHARDING
 from unbroken.loading.samplers import (
@@ -23,8 +23,8 @@ from unbroken.loading.samplers import (
     source_of,
 )
 from unbroken.loading.watched_loader import WatchedLoader
-from unbroken.stopping.ranks import of_all_ranks, say
-from unbroken.stopping.stop import NextBatch
+from unbroken.stopping.agreement import NextBatch
+from unbroken.stopping.ranks import gather_from_ranks, say
 
 
 class Form(Enum):
@@ -60,7 +60,7 @@ class Shares:
         self._said_uneven = False
 
     def form_of(self, loader: Any, training: bool, world_size: int) -> Form:
-        """In which form a loader is read. Every rank calls it.
+        """In which form a loader is read. Every rank must call it.
 
         Raises:
             UserError: The data cannot be shared, because they have no length.
@@ -145,14 +145,14 @@ class Shares:
 
     def _compare(self, loader: ExactLoader, trainer: Trainer) -> None:
         """A rank with more batches than another one would wait for it, without a word."""
-        passes = passes_of(loader)
+        position = position_of(loader)
         # A loader's own __len__ may be longer than what it has.
-        batches = of_all_ranks(min(len(loader), len(passes)))
+        batches = gather_from_ranks(min(len(loader), len(position)))
         limit: Any = trainer.limit_train_batches
         if trainer.training and isinstance(limit, int):
             batches = [min(each, limit) for each in batches]
-        passes.ranks_agree = len(set(batches)) == 1
-        if passes.ranks_agree:
+        position.ranks_agree = len(set(batches)) == 1
+        if position.ranks_agree:
             return
         counts = ", ".join(map(str, batches))
         if trainer.training:
@@ -168,30 +168,30 @@ class Shares:
 
     # Watched loaders
 
-    def watched(self, loader: Any, owner: Any, seed: int, trainer: Trainer) -> WatchedLoader:
+    def watched(self, loader: Any, stateful: Any, seed: int, trainer: Trainer) -> WatchedLoader:
         """A loader that is read as it is. With several ranks, which may have unequally many
         batches, it ends where the first of them does.
 
         Args:
             loader: As the user gave it.
-            owner: What has a state; None: nothing.
+            stateful: What has a state; None: nothing.
             seed: For random numbers.
             trainer: Says what the loader is for, and how many ranks there are.
         """
         if trainer.world_size == 1:
-            return WatchedLoader(loader, owner, seed)
-        self._say_that_it_is_read_as_it_is(loader, owner, trainer.training)
+            return WatchedLoader(loader, stateful, seed)
+        self._say_that_it_is_read_as_it_is(loader, stateful, trainer.training)
         # A step of training waits for all ranks, and where they share the weights, one of an
         # evaluation does.
         ends_together = trainer.training or isinstance(trainer.strategy, SHARDING)
         goes_on = self._goes_on_together if ends_together else self._goes_on_alone
-        found = WatchedLoader(loader, owner, seed, goes_on)
-        lengths = of_all_ranks(sized_len(loader))
+        found = WatchedLoader(loader, stateful, seed, goes_on)
+        lengths = gather_from_ranks(sized_len(loader))
         if None not in lengths:
             self._compare_lengths(found, lengths, ends_together)
         return found
 
-    def _say_that_it_is_read_as_it_is(self, loader: Any, owner: Any, training: bool) -> None:
+    def _say_that_it_is_read_as_it_is(self, loader: Any, stateful: Any, training: bool) -> None:
         if not self.are_ours:
             self._say_that_nothing_is_shared()
         elif not training:
@@ -199,7 +199,7 @@ class Shares:
                 f"every rank reads {name_of(loader)} as it is: let it yield each rank its own "
                 "part, and log with sync_dist=True."
             )
-        elif owner is None:
+        elif stateful is None:
             self._lines.append(
                 f"every rank reads {name_of(loader)} as it is: let it yield each rank its own part."
             )
@@ -262,5 +262,5 @@ def _no_data_on(rank: int) -> UserError:
 
 def ranks_hold_the_same(loader: DataLoader[Any]) -> bool:
     """Whether the data of a loader are the same on every rank, as far as can be seen at once."""
-    first, *others = of_all_ranks(held_data(loader))
+    first, *others = gather_from_ranks(held_data(loader))
     return all(is_alike(first, other) for other in others)

@@ -19,10 +19,10 @@ from unbroken.loading.exact_loader import (
     itself,
     lost_unless_set_again,
     made_of,
-    passes_of,
+    position_of,
 )
 from unbroken.loading.own_generators import generators_in, seed_them
-from unbroken.loading.passes import Passes, Start
+from unbroken.loading.position import DataStart, LoaderPosition
 from unbroken.loading.samplers import cut_of, has_state
 from unbroken.loading.seeding import seed_generators
 from unbroken.loading.streams import SeededStream, can_be_seeded, seeded
@@ -38,15 +38,15 @@ KEPT_STATES = 4
 BEGINNING = -1
 
 
-class WatchedLoader(Passes):
-    """A loader that has no exact form. The state of its owner is kept by batch.
+class WatchedLoader(LoaderPosition):
+    """A loader that has no exact form. If it has a state, the state is kept after each batch.
 
     Random numbers that are drawn in this process come from (seed, epoch, batch), on all ranks
     alike.
 
     Args:
         loader: What gives the batches.
-        owner: The loader, or its dataset, if its state is kept; else None.
+        stateful: The loader, or its dataset, if its state is kept; else None.
         seed: For random numbers.
         goes_on: Asked before each batch, with the number of batches of this epoch that were read,
             and whether there is a further one. Returns whether it is handed out. None: it is.
@@ -55,21 +55,21 @@ class WatchedLoader(Passes):
     def __init__(
         self,
         loader: Any,
-        owner: Any,
+        stateful: Any,
         seed: int,
         goes_on: Callable[[int, bool], bool] | None = None,
     ) -> None:
         super().__init__(loader, seed)
-        self._owner = owner
+        self._stateful = stateful
         self.goes_on = goes_on
         # The length of the shortest rank's loader, where the ranks' lengths differ.
         self.shortest: int | None = None
         self._fetching_is_made_of: list[Any] = []
         self.fetching: Any = None
         self._make_fetching()
-        # The owner's state before the next pass, where it is known without asking. To ask between
-        # ``load_state_dict`` and ``iter`` would make StatefulDataLoader and litdata forget what was
-        # loaded.
+        # The state of ``stateful`` before the next pass, where it is known without asking. To ask
+        # between ``load_state_dict`` and ``iter`` would make StatefulDataLoader and litdata forget
+        # what was loaded.
         self.next_state: Any = None
         # A state that must be loaded before the next pass, for the last one ended before the loader
         # did (``--limit_train_batches``), and the loader may have been read ahead.
@@ -81,8 +81,8 @@ class WatchedLoader(Passes):
         self._again: Iterator[Any] | None = None
 
     @property
-    def owner(self) -> Any:
-        return self._owner
+    def stateful(self) -> Any:
+        return self._stateful
 
     def __len__(self) -> int:
         return len(self.loader) if self.shortest is None else self.shortest
@@ -111,7 +111,7 @@ class WatchedLoader(Passes):
 
     def _pass(self) -> Iterator[Any]:
         self.take_epoch()
-        if self.start.over:
+        if self.start.epoch_is_trained:
             return
         first = self.batches_before
         done = self._begin_pass()
@@ -127,7 +127,7 @@ class WatchedLoader(Passes):
             # never asks past the end. So the batch that may be the last is handed out after the
             # next one was asked for. Only that one: some loaders hand out the same tensor for every
             # batch, and fill it again.
-            may_be_last = self.owner is not None and (not length or done % length == 0)
+            may_be_last = self.stateful is not None and (not length or done % length == 0)
             if may_be_last:
                 following = self._next(batches, done)
                 yield batch
@@ -158,7 +158,7 @@ class WatchedLoader(Passes):
         first = self.batches_before
         earlier_passes = self.states if first else {}
         self.states = {**earlier_passes, first: self.next_state}
-        self.start = Start(self.start.epoch)
+        self.start = DataStart(self.start.epoch)
         self.batches_before = 0
         self.rest = None
         self.next_state = None
@@ -184,7 +184,7 @@ class WatchedLoader(Passes):
             stream.begin_pass(self.start.epoch, first)
 
         def begin() -> Iterator[Any]:
-            if self.owner is None:
+            if self.stateful is None:
                 # Where a state is kept, the generators are a part of it.
                 seed = hash((self.seeds.draws, self.start.epoch, first))
                 seed_them(generators_in(self.loader), seed)
@@ -210,7 +210,7 @@ class WatchedLoader(Passes):
             return make()
 
     def load(self, state: Any) -> None:
-        if self.owner is None:
+        if self.stateful is None:
             # Somebody else has saved a state that was not proved.
             self.loader.load_state_dict(copy.deepcopy(state))
             return
@@ -250,49 +250,49 @@ class LiveLoader:
     loader itself, and ``isinstance`` takes it for one of the loader's class.
     """
 
-    __slots__ = ("__weakref__", "exact_passes", "told_of")
+    __slots__ = ("__weakref__", "exact_position", "told_of")
 
-    exact_passes: WatchedLoader
-    _iterator = iterator_of("exact_passes.fetching")
+    exact_position: WatchedLoader
+    _iterator = iterator_of("exact_position.fetching")
 
-    def __init__(self, passes: WatchedLoader) -> None:
-        object.__setattr__(self, "exact_passes", passes)
+    def __init__(self, position: WatchedLoader) -> None:
+        object.__setattr__(self, "exact_position", position)
         # The attributes that were changed, and of which this was said.
         object.__setattr__(self, "told_of", set())
 
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         """That of the loader, by which ``isinstance`` finds what the user asks for."""
-        return type(self.exact_passes.loader)
+        return type(self.exact_position.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self.exact_passes)
+        return iter(self.exact_position)
 
     def __len__(self) -> int:
-        return len(self.exact_passes)
+        return len(self.exact_position)
 
     def __getattr__(self, name: str) -> Any:
         if name in LiveLoader.__slots__ or name in METHODS_OF_STATE:
             raise AttributeError(name)
-        return getattr(self.exact_passes.loader, name)
+        return getattr(self.exact_position.loader, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "_iterator":
             # Lightning ends workers so.
             object.__setattr__(self, name, value)
             return
-        loader = self.exact_passes.loader
+        loader = self.exact_position.loader
         setattr(loader, name, value)
         if name != WRITTEN_BY_LIGHTNING and name not in self.told_of:
             self.told_of.add(name)
             say(lost_unless_set_again(name, loader))
 
     def __delattr__(self, name: str) -> None:
-        delattr(self.exact_passes.loader, name)
+        delattr(self.exact_position.loader, name)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A copy is one of the user's own loader."""
-        return itself, (self.exact_passes.loader,)
+        return itself, (self.exact_position.loader,)
 
 
 class StatefulLiveLoader(LiveLoader):
@@ -306,23 +306,23 @@ class StatefulLiveLoader(LiveLoader):
 
     def state_dict(self) -> Any:
         """The loader's state after the batches that training has taken."""
-        passes = self.exact_passes
-        if passes.owner is None or passes.batches_now is None:
+        position = self.exact_position
+        if position.stateful is None or position.batches_now is None:
             with isolate_rng(include_cuda=False):
-                return passes.loader.state_dict()
-        return passes.state_after(passes.batches_now(), epoch_ends=False)[1]
+                return position.loader.state_dict()
+        return position.state_after(position.batches_now(), epoch_ends=False)[1]
 
     def load_state_dict(self, state: Any) -> None:
         """Put the loader into a state before it is read."""
-        self.exact_passes.load(state)
+        self.exact_position.load(state)
 
 
-def live_loader(passes: WatchedLoader) -> LiveLoader:
+def live_loader(position: WatchedLoader) -> LiveLoader:
     """What the user's code finds in the place of a loader."""
-    kind = StatefulLiveLoader if has_state(passes.loader) else LiveLoader
-    return kind(passes)
+    kind = StatefulLiveLoader if has_state(position.loader) else LiveLoader
+    return kind(position)
 
 
 def users_own(loader: Any) -> Any:
     """The user's loader, of what the run has put in its place; any other as it is."""
-    return passes_of(loader).loader if isinstance(loader, ExactLoader | LiveLoader) else loader
+    return position_of(loader).loader if isinstance(loader, ExactLoader | LiveLoader) else loader

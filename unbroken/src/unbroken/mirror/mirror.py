@@ -138,7 +138,7 @@ class Mirror:
         if run_id:
             # Its files would be replaced, also where it has no whole checkpoint.
             self._refuse_another(saves, run_id)
-        here = RunFiles(self._folder).newest_whole() if self._folder.is_dir() else None
+        here = RunFiles(self._folder).checkpoint_to_resume() if self._folder.is_dir() else None
         step = -1
         if here is not None:
             checkpoint = read(here)

@@ -195,7 +195,7 @@ class MemoryMonitor(Monitor):
 
     def _log(self, trainer: Trainer) -> None:
         """Log a row. Every rank takes part, also one whose monitor is off."""
-        ranks = self.of_all_ranks(self._measure(trainer))
+        ranks = self.gather_from_ranks(self._measure(trainer))
         if ranks is not None:
             self._log_joined(trainer, ranks)
 

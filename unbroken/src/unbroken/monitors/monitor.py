@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lightning.pytorch import Callback
-from unbroken.stopping.ranks import of_all_ranks
+from unbroken.stopping.ranks import gather_from_ranks
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -41,13 +41,13 @@ class Monitor(Callback):
             stacklevel=2,
         )
 
-    def of_all_ranks(self, measured: Any) -> list[Any] | None:
+    def gather_from_ranks(self, measured: Any) -> list[Any] | None:
         """What every rank has measured, in rank order; None where the monitor of any rank is off.
 
         Every rank must call it, also one whose monitor is off, which gives None: the others would
         wait for it.
         """
-        ranks = of_all_ranks(None if self.is_off else measured)
+        ranks = gather_from_ranks(None if self.is_off else measured)
         if any(rank is None for rank in ranks):
             return None
         return ranks

@@ -65,7 +65,7 @@ class TestPredictions(Monitor):
         self._keep(classified.mistakes(self.most))
 
     def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        ranks = self.of_all_ranks((self.confusion, self.mistakes))
+        ranks = self.gather_from_ranks((self.confusion, self.mistakes))
         self.confusion = None
         self.mistakes = []
         if ranks is not None:

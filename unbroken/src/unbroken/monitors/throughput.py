@@ -343,7 +343,7 @@ class ThroughputMonitor(Monitor):
         """Log a window that has ended; returns the metrics. Every rank takes part, also one whose
         monitor is off.
         """
-        ranks = self.of_all_ranks(window)
+        ranks = self.gather_from_ranks(window)
         if ranks is None:
             return None
         return self._log_joined(trainer, ranks)

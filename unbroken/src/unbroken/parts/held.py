@@ -9,7 +9,7 @@ callbacks, in this order. What it finds belongs to one of
 - :class:`unbroken.parts.undeclared.modules.HiddenModules`: modules that are no layers;
 - nobody: :class:`unbroken.parts.undeclared.not_kept.NotKept` tells what of it changes.
 
-What Lightning saves itself, and the loaders that :class:`unbroken.loading.ExactLoading` reads with
+What Lightning saves itself, and the loaders that :class:`unbroken.loading.RunLoaders` reads with
 their samplers and data, is passed by. A name says where something is held, and depends on nobody
 else: callbacks are counted among those of their class.
 """
@@ -39,7 +39,7 @@ from unbroken import contract
 from unbroken.holding import walk
 from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF_DATA
 from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
-from unbroken.loading import LiveLoader, passes_of
+from unbroken.loading import LiveLoader, position_of
 from unbroken.loading.own_generators import KINDS as GENERATORS
 from unbroken.loading.own_generators import draws_from_a_state
 from unbroken.loading.samplers import has_state, is_stream, samplers_within
@@ -557,7 +557,7 @@ def _read_by(trainer: Trainer) -> set[int]:
             continue
         found.add(id(value))
         if isinstance(value, LiveLoader):
-            loader = passes_of(value).loader
+            loader = position_of(value).loader
             found |= {id(each) for each in samplers_within(loader)}
             waiting.append(loader)
             continue

@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from unbroken.holding.walk import loaders_in
-from unbroken.loading import ExactLoading
+from unbroken.loading import RunLoaders
 from unbroken.loading.held_data import outline_of_samples
 from unbroken.parts.part import Note
 
@@ -14,20 +14,20 @@ class LoaderPositions(Note):
     which it was taken. How far training is stands in Lightning's own counters.
 
     :class:`unbroken.checkpoint.restoring.Restoring` hands them to
-    :class:`unbroken.loading.ExactLoading` as the checkpoint is read, because a loader may be asked
+    :class:`unbroken.loading.RunLoaders` as the checkpoint is read, because a loader may be asked
     for its first batch before training starts.
     """
 
     name = "loaders"
 
-    def __init__(self, loading: ExactLoading) -> None:
+    def __init__(self, loading: RunLoaders) -> None:
         self.loading = loading
         # Whether the epoch's training is done, so that the next pass is of the next epoch.
         self.epoch_is_over = False
 
     def take(self, trainer: Trainer) -> list[tuple[int, Any]]:
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-        return [loader.state_after(done, self.epoch_is_over) for loader in self.loading.training]
+        return [each.state_after(done, self.epoch_is_over) for each in self.loading.positions]
 
 
 class BatchSizes(Note):
@@ -46,7 +46,7 @@ class BatchSizes(Note):
 
     def take(self, trainer: Trainer) -> list[dict[str, Any]]:
         epoch_is_over = self.positions.epoch_is_over
-        return [each.kept_cut(epoch_is_over) for each in self.positions.loading.training]
+        return [each.kept_cut(epoch_is_over) for each in self.positions.loading.positions]
 
 
 class DataSets(Note):
@@ -60,7 +60,7 @@ class DataSets(Note):
     name = "data_sets"
     changes_in_validation = False
 
-    def __init__(self, loading: ExactLoading) -> None:
+    def __init__(self, loading: RunLoaders) -> None:
         self.loading = loading
         self._begun: list[Any] = []
 
@@ -83,7 +83,7 @@ class DataSets(Note):
         return found
 
     def _look(self) -> list[Any]:
-        return [outline_of_samples(passes.loader) for passes in self.loading.training]
+        return [outline_of_samples(position.loader) for position in self.loading.positions]
 
 
 class ValidationSamples(Note):

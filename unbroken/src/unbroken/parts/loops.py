@@ -90,7 +90,7 @@ def clean_counters(fit: dict[str, Any], place: SavePoint, validated: bool) -> No
     if place == "batch" and validated:
         # A plain Trainer that resumes here ends this batch a second time, and counts one step more.
         # That step is taken off in advance. A resume by ExactCheckpoint leaves this second end out,
-        # and adds the step again: before_resumed_epoch in lightning_internals.py.
+        # and adds the step again: prepare_resumed_epoch in lightning_internals.py.
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if place == "validation":
         # The validation has begun and has done no batch: the resumed run starts it again.

@@ -68,7 +68,7 @@ def is_inside_step(trainer: Trainer) -> bool:
 class Switches(Part):
     """What is on or off for each parameter or layer, where that has changed since the start.
 
-    The start is the module as it was made, before the user's hooks of the start. What has not
+    The start is the module as it was made, before the user's start-up hooks. What has not
     changed since is left out: what the user sets in a constructor wins. A hook or callback may
     have changed others in an earlier epoch.
     """
@@ -95,7 +95,7 @@ class Switches(Part):
         return {name: is_on for name, is_on in now.items() if is_on != self.fresh.get(name)}
 
     def give_back(self, trainer: Trainer, value: dict[str, bool]) -> None:
-        # The hooks of the start may have changed what had not changed when the state was taken.
+        # The start-up hooks may have changed what had not changed when the state was taken.
         wanted = {**self.fresh, **value}
         for name, is_on in self.read(trainer).items():
             if wanted.get(name, is_on) != is_on:

@@ -8,10 +8,9 @@ from lightning.pytorch import Trainer
 class Part:
     """One thing that a checkpoint keeps, and how a resumed run gets it back.
 
-    All parts are taken at one moment, at the boundary between two optimizer steps: the step before
-    is done with its logging and its validation, and no hook for the next step has been called. For
-    a stop inside a validation that moment is the validation's start, for a resumed run begins the
-    validation again.
+    All parts are taken at one moment, between two batches: the last one is done with its logging
+    and its validation, and no hook of the next one has been called. For a stop inside a validation
+    that moment is the validation's start, because a resumed run begins the validation again.
 
     A subclass for state that your own code keeps:
 
@@ -53,7 +52,7 @@ class Part:
         raise NotImplementedError
 
     def give_back(self, trainer: Trainer, value: Any) -> None:
-        """Put a state that :meth:`take` returned back, after all hooks of the start have been
+        """Put a state that :meth:`take` returned back, after all start-up hooks have been
         called.
         """
         raise NotImplementedError

@@ -32,7 +32,7 @@ class Replaced:
         self._callbacks: list[str] = []
 
     def begin(self, trainer: Trainer, held: Held) -> None:
-        """Note what there is when training starts, after all hooks of the start."""
+        """Note what there is when training starts, after all start-up hooks."""
         self._of_start = classes_and_functions(held)
         self._hooks = hooks_of(held)
         self._callbacks = names_of_callbacks(trainer)

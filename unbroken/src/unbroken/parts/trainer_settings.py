@@ -56,7 +56,7 @@ class Change(NamedTuple):
 
     Attributes:
         typed: As the Trainer was made.
-        begun: As the hooks of the start have left it.
+        begun: As the start-up hooks have left it.
         now: As it is now.
     """
 
@@ -86,7 +86,7 @@ class TrainerSettings(Part):
         self._early: dict[str, Any] = {}
 
     def fit_starts(self, trainer: Trainer) -> None:
-        """Note the settings before the hooks of the start."""
+        """Note the settings before the start-up hooks."""
         self._typed = self._settings(trainer)
 
     def add_step(self, trainer: Trainer) -> None:
@@ -115,7 +115,7 @@ class TrainerSettings(Part):
                 self._early[name] = change.now
 
     def begin(self, trainer: Trainer) -> None:
-        """Note the settings after the hooks of the start."""
+        """Note the settings after the start-up hooks."""
         self._begun = self._settings(trainer)
         for name, given in self._early.items():
             if self._begun[name] == given:

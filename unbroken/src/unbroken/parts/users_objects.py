@@ -64,7 +64,7 @@ class UsersObjects(Part):
         self.attributes.check_ends(held_by_users(trainer))
 
     def begin(self, trainer: Trainer) -> None:
-        """Note what there is when training starts, after all hooks of the start."""
+        """Note what there is when training starts, after all start-up hooks."""
         held = held_by_users(trainer)
         self.attributes.begin(held)
         self.modules.begin(held, trainer.lightning_module)

@@ -145,7 +145,7 @@ def say(*lines: str) -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
+def gather_from_ranks(value: Any, group: Any = None) -> list[Any]:
     """``value`` of every rank, in rank order.
 
     Every rank must call it; ``group``: default all, as NCCL or gloo.
@@ -159,9 +159,9 @@ def of_all_ranks(value: Any, group: Any = None) -> list[Any]:
     return values
 
 
-def of_rank_zero(value: Any) -> Any:
+def broadcast_from_rank_zero(value: Any) -> Any:
     """Rank zero's ``value``. Every rank must call it."""
-    return of_all_ranks(value)[0]
+    return gather_from_ranks(value)[0]
 
 
 def decided_by_rank_zero(name: str, decide: Callable[[], Any]) -> Any:
@@ -191,7 +191,7 @@ def decided_by_rank_zero(name: str, decide: Callable[[], Any]) -> Any:
             decision = decide()
     except UserError as error:
         decision = error
-    decision = of_all_ranks(decision)[0]
+    decision = gather_from_ranks(decision)[0]
     if isinstance(decision, UserError):
         raise decision
     return decision

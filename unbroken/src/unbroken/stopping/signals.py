@@ -1,33 +1,33 @@
-"""SIGTERM, Ctrl-C, SIGHUP and SLURM's signal: noted at once, handled at the next step boundary (see
-``stop.py``).
+"""SIGTERM, Ctrl-C, SIGHUP and SLURM's signal: what this process does as it gets one.
 
-What a signal does depends on the phase in which the process is (:class:`Phase`):
+It depends on the phase in which the process is (:class:`Phase`):
 
-| phase | from | the first signal | one after another, of this phase or an earlier one |
+| phase | from | the first signal | a later signal (the first came in this phase or before) |
 | --- | --- | --- | --- |
 | IMPORTS | the start of a command | ends the process at once | (the process has ended) |
 | STARTS | its imports are done, or a script's Trainer sets up | raises Stopped | changes nothing |
-| TRAINS | training, a validation or a test begins | is noted: see ``stop.py`` | changes nothing |
-| SAVED | one rank: the last save is on the disk | raises Stopped | raises Stopped |
+| RUNS | training, a validation or a test begins | is noted: see __init__.py | changes nothing |
+| SAVED | a command of one rank has its last save on the disk | raises Stopped | raises Stopped |
 | ENDS | the command is done | ends the process at once | ends the process at once |
 
 ``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase
-from the Trainer's setup on: the run stops at the next step boundary, and its job is queued again.
+from the Trainer's setup on: the run stops before its next batch, and its job is queued again.
 While a save waits for a disk that hangs, no number of signals ends the process; SIGKILL does.
 
 Before training has begun there is nothing to save. In a command, where a library does not let a
-signal through, a thread ends the process 1.5 s later (:func:`watch`). Rank zero first ends the
-ranks that it has started, since they would fail without it. A signal to one of them is passed on to
-rank zero.
+signal through, a thread ends the process 1.5 s later (:func:`watch`). Before rank zero ends itself,
+it kills the ranks that it has started, since they would fail without it. In a command, a signal to
+one of them is passed on to rank zero.
 
-The first signal says how the run ends (in ENDS the one that comes). A script's own handlers are
-called at every signal; the last exception that they raise ends the run, in the place of
-``Stopped``, when the step is saved.
+The first signal of a process says how it ends (in ENDS the one that comes); of several ranks, the
+largest request (agreement.py). A script's own handlers are called at every signal; the last
+exception that they raise ends the run, in the place of ``Stopped``, when the step is saved.
 
 After the save, a command with one rank is SAVED before it writes report and summary (``train`` in
-``unbroken/run/main_job.py``): a signal then gives both up. With several ranks it stays TRAINS to
-the end, since all of them must end together. In a script the handlers are the script's
-again as soon as ``Trainer.fit`` has told its callbacks of the end (:meth:`TakenOver.end`).
+``unbroken/run/main_job.py``): a signal then gives both up. With several ranks it stays RUNS to the
+end, since all of them must end together; a signal that comes after the last batch of the test is
+noted, and changes nothing any more. A script is never SAVED: its handlers are its own again in the
+callback's ``teardown`` or ``on_exception`` (:meth:`ScriptSignals.end`).
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """
@@ -80,7 +80,7 @@ class Phase(Enum):
 
     IMPORTS = auto()
     STARTS = auto()
-    TRAINS = auto()
+    RUNS = auto()
     SAVED = auto()
     ENDS = auto()
 
@@ -141,22 +141,22 @@ def install() -> None:
             os._exit(Stopped(signal.SIGTERM).exit_code)
 
 
-class TakenOver:
-    """The signals of a script, notebook or test while a Trainer runs.
+class ScriptSignals:
+    """The handlers of a script, notebook or test, which are replaced while a Trainer runs.
 
-    A command has taken them over for good.
+    A command has replaced its handlers for good (:func:`install`).
     """
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
 
     @property
-    def are_of_a_script(self) -> bool:
-        """Whether a script's handlers have been replaced, and come back."""
+    def has_replaced_handlers(self) -> bool:
+        """Whether a script's handlers are replaced now; :meth:`end` puts them back."""
         return bool(self._handlers)
 
     def begin(self, requeue_signal: int | None = None) -> None:
-        """Note a signal from now on, in the main thread and where no command has seen to it.
+        """Replace the handlers, in the main thread and where no command has done so.
 
         ``requeue_signal``: SLURM's, at which the job is queued again. A command notes it, too.
         """
@@ -233,10 +233,10 @@ def imports_are_done() -> None:
 
 
 def training_begins() -> None:
-    """Training, after its sanity check, a validation or a test begins: from now on a signal waits
-    for the next step boundary.
+    """Called when training begins (after its sanity check), or a validation or test of its own:
+    from now on a signal is noted.
     """
-    state.phase = Phase.TRAINS
+    state.phase = Phase.RUNS
     _stop_watching()
 
 
@@ -262,8 +262,8 @@ def _note_requeue(number: int) -> None:
 def _keep_first(signum: int) -> bool:
     """Keep what the run is asked for, and since when; returns whether it is the first time.
 
-    A later signal changes nothing of it, since the first is being done: SIGTERM, which a scheduler
-    sends a while after SLURM's signal, takes nothing from it.
+    A later signal changes nothing, since the first is being done: the SIGTERM that a scheduler
+    sends a while after SLURM's signal does not cancel the requeue.
     """
     if state.requested:
         return False
@@ -320,7 +320,7 @@ def _call_the_scripts(number: int, frame: FrameType | None) -> None:
     try:
         handler(number, frame)
     except BaseException as error:
-        if state.phase is Phase.TRAINS:
+        if state.phase is Phase.RUNS:
             state.raised = error
             return
         if state.phase is Phase.STARTS:

@@ -12,14 +12,14 @@ from typing import Any
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch import Trainer
 from unbroken.errors import UserError
-from unbroken.stopping.ranks import of_all_ranks, say
+from unbroken.stopping.ranks import gather_from_ranks, say
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 from unbroken.storage.contents import RUN_KEY
 from unbroken.storage.files import NotWritten, copy_atomically
 from unbroken.storage.savable import NotPlain
 from unbroken.storage.staging import MemoryRange, Staging, bytes_in, memory_made_for
 from unbroken.storage.trouble import Trouble
-from unbroken.storage.usable import newest_whole
+from unbroken.storage.usable import checkpoint_to_resume
 from unbroken.storage.writing_thread import WritingThread
 
 # Bytes of a state. A smaller one is written faster than a copy is made and a thread started.
@@ -87,10 +87,10 @@ class RunFiles:
         """Raise what a save that was under way has raised. Nothing is waited for."""
         self._thread.check()
 
-    def newest_whole(self) -> Path | None:
-        """The checkpoint to go on from. A line says which is skipped, and why."""
+    def checkpoint_to_resume(self) -> Path | None:
+        """The checkpoint to resume from. A line says which is skipped, and why."""
         self.wait()
-        path, skipped = newest_whole(self.last, self.best)
+        path, skipped = checkpoint_to_resume(self.last, self.best)
         say(*skipped)
         return path
 
@@ -106,8 +106,8 @@ class RunFiles:
         flush: Callable[[], None],
         when_saved: Callable[[], None],
     ) -> None:
-        """Save the Trainer's state, as ``add_state`` corrects it. Every rank calls it; rank zero
-        writes.
+        """Save the Trainer's state, as ``add_state`` completes it. Every rank must call it; rank
+        zero writes.
 
         Lightning makes its checkpoint, and ``add_state`` adds to it (:class:`OneSave`). It is made
         plain. Then it is written, or copied for the thread that writes it.
@@ -139,8 +139,8 @@ class RunFiles:
         io = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
         job = WriteJob(io, target, also, when_saved)
         one_save = OneSave(trainer, add_state)
-        # Even if the save before has failed, this one is made: the other ranks wait for it there.
-        failure = self._wait_for_the_save_before()
+        # Even if the previous save has failed, this one is made: the other ranks wait for it there.
+        failure = self._wait_for_previous_save()
         try:
             checkpoint = one_save.make(target)
             if checkpoint is not None and failure is None:
@@ -152,15 +152,15 @@ class RunFiles:
         finally:
             self.costs.last_wait_seconds = time.perf_counter() - begun
             self.costs.wait_seconds += self.costs.last_wait_seconds
-        failures = [reason for reason in of_all_ranks(failure, group) if reason]
+        failures = [reason for reason in gather_from_ranks(failure, group) if reason]
         if failures:
             reason = failures[0].rstrip(".")
             if not self.last.exists() and not self.best.exists():
                 raise UserError(f"{reason}. The run has stopped; nothing was saved.")
             raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
 
-    def _wait_for_the_save_before(self) -> str | None:
-        """Wait for the save before, because it has memory for a whole state. Returns why it has
+    def _wait_for_previous_save(self) -> str | None:
+        """Wait for the previous save, because it has memory for a whole state. Returns why it has
         failed; None: it has not.
         """
         try:
@@ -294,7 +294,7 @@ class OneSave(TorchCheckpointIO):
         self._made: dict[str, Any] | None = None
 
     def make(self, target: Path) -> dict[str, Any] | None:
-        """The checkpoint of this moment, on rank zero; None on the others. Every rank calls it.
+        """The checkpoint of this moment, on rank zero; None on the others. Every rank must call it.
 
         ``target`` is what the hooks of others are told.
         """
@@ -337,8 +337,8 @@ class Costs:
 
     # All saves together: how long training stood still.
     wait_seconds: float = 0.0
-    # The last save: how long training stood still, how long the file took, how much of that was
-    # beside the training, and its size.
+    # The last save: how long training stood still, how long the file took, how much of that was in
+    # the background, and its size.
     last_wait_seconds: float = 0.0
     last_write_seconds: float = 0.0
     last_background_seconds: float = 0.0
@@ -346,7 +346,7 @@ class Costs:
 
     @property
     def last_seconds(self) -> float:
-        """What the last save took: the wait, and the write beside the training."""
+        """What the last save took: the wait, and the write in the background."""
         return self.last_wait_seconds + self.last_background_seconds
 
 

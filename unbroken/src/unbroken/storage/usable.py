@@ -11,7 +11,7 @@ from unbroken.storage.contents import record_in
 from unbroken.storage.files import copy_atomically
 
 
-def newest_whole(last: Path, best: Path) -> tuple[Path | None, list[str]]:
+def checkpoint_to_resume(last: Path, best: Path) -> tuple[Path | None, list[str]]:
     """The checkpoint that a run is resumed from; and a line for each that is skipped.
 
     That is ``last``, or else ``best``. A ``best`` inside an epoch of data that cannot be started

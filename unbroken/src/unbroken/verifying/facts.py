@@ -70,7 +70,7 @@ class Facts:
         own_hooks: Which of :data:`TAKING` and :data:`GIVING_BACK` the class itself defines.
         all_hooks: Those that it or a base class of it defines, but for empty ones.
         state_names: Names that its :data:`TAKING` methods read, but for those of every module.
-        set_at_start: Attributes that its hooks of the start set.
+        set_at_start: Attributes that its start-up hooks set.
         family: Whether it is a stream, a sampler or a dataset of rows; empty: none of them.
     """
 

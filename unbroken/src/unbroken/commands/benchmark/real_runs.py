@@ -16,7 +16,7 @@ from torch import Tensor
 from unbroken.cli.cli import Configuration
 from unbroken.cli.trainer_flags import build_trainer, trainer_flags
 from unbroken.errors import UserError, require
-from unbroken.loading import ExactLoading
+from unbroken.loading import RunLoaders
 from unbroken.loading.batch_size import batch_size_of
 from unbroken.loading.log_steps import synchronize
 from unbroken.monitors.memory import MemoryMonitor
@@ -174,5 +174,5 @@ def bare_trainer(config: Configuration, root: str, clock: RunClock) -> Trainer:
         "callbacks": [*flags["callbacks"], clock],
     }
     trainer = build_trainer(flags)
-    ExactLoading(config.seed).install(Seams(trainer), trainer)
+    RunLoaders(config.seed).install(Seams(trainer), trainer)
     return trainer

@@ -13,7 +13,7 @@ from unbroken.cli.cli import Configuration
 from unbroken.cli.trainer_flags import build_trainer, trainer_flags
 from unbroken.errors import UserError
 from unbroken.lightning_internals import leave_signals_alone
-from unbroken.loading import ExactLoading
+from unbroken.loading import RunLoaders
 from unbroken.seams import Seams
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import launched_world
@@ -85,7 +85,7 @@ class ShortTraining(Callback):
         # fitted.
         leave_signals_alone(trainer)
         # The loaders with which fit trains, in its order: the seed was set by --seed_everything.
-        ExactLoading(torch.initial_seed() % 2**32).install(Seams(trainer), trainer)
+        RunLoaders(torch.initial_seed() % 2**32).install(Seams(trainer), trainer)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Some schedules wait for a validation, and some end too early.

@@ -9,18 +9,18 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 from unbroken.loading.batches import ExactBatches
-from unbroken.loading.exact_loader import exact_form, passes_of
+from unbroken.loading.exact_loader import exact_form, position_of
 from unbroken.loading.faults import Faults
-from unbroken.loading.passes import Passes, Start
+from unbroken.loading.position import DataStart, LoaderPosition
 from unbroken.loading.samplers import generators_of_order, has_state, source_of
 from unbroken.loading.seeding import Seeds, seed_from
 from unbroken.loading.shares import Form, Shares
 from unbroken.loading.watched_loader import WatchedLoader, live_loader
 from unbroken.seams import Seams
-from unbroken.stopping.ranks import of_rank_zero
+from unbroken.stopping.ranks import broadcast_from_rank_zero
 
 
-class ExactLoading:
+class RunLoaders:
     """Puts exact loaders in the place of a run's own, where Lightning lets the strategy process
     them.
 
@@ -32,9 +32,9 @@ class ExactLoading:
 
     Attributes:
         seeds: Those of the training's loaders, by their number in an epoch.
-        start: Where training starts.
+        data_start: Where in its data training starts.
         shares: Who shares the data among the ranks.
-        starts_inside_epochs: Whether training can start inside an epoch.
+        can_start_inside_epochs: Whether training can start inside an epoch.
         training: What is read of each of this epoch's training loaders.
         loaded_at: The epoch for which they were made. None: there are none yet.
         read_early: Whether Lightning reads before the module's hooks: it does so where a loader has
@@ -45,10 +45,10 @@ class ExactLoading:
         self.seed = seed
         self.lines: list[str] = [] if lines is None else lines
         self.seeds: list[Seeds] = []
-        self.start = Start()
+        self.data_start = DataStart()
         self.shares = Shares(self.lines)
-        self.starts_inside_epochs = True
-        self.training: list[Passes] = []
+        self.can_start_inside_epochs = True
+        self.positions: list[LoaderPosition] = []
         self.loaded_at: int | None = None
         self.read_early = False
         self._faults = Faults(self.lines)
@@ -72,7 +72,7 @@ class ExactLoading:
         if self.seed is None:
             generator = torch.Generator()
             generator.set_state(torch.default_generator.get_state())
-            self.seed = of_rank_zero(seed_from(generator))
+            self.seed = broadcast_from_rank_zero(seed_from(generator))
         return self.seed
 
     def exact(self, loader: Any, trainer: Trainer) -> Any:
@@ -101,24 +101,24 @@ class ExactLoading:
             )
             self._faults.look_at(loader, found, trainer)
             self.shares.settle(loader, found, form, trainer)
-        passes = passes_of(found)
-        passes.seeds = seeds
-        passes.epoch_now = lambda: trainer.current_epoch
+        position = position_of(found)
+        position.seeds = seeds
+        position.epoch_now = lambda: trainer.current_epoch
         if trainer.training:
-            passes.batches_now = lambda: batches_taken(trainer)
-            self._add(found, passes)
+            position.batches_now = lambda: batches_taken(trainer)
+            self._add(found, position)
         return found
 
     def _watched(self, loader: Any, seed: int, trainer: Trainer) -> WatchedLoader:
-        owner = None
+        stateful = None
         if trainer.training:
-            proof = self._faults.try_training(loader, len(self.training), seed, trainer)
-            owner = proof.owner
+            proof = self._faults.try_training(loader, len(self.positions), seed, trainer)
+            stateful = proof.stateful
             if proof.fault is not None:
-                self.starts_inside_epochs = False
+                self.can_start_inside_epochs = False
         elif trainer.state.fn == "fit":
             self._faults.try_validation(loader, seed, trainer)
-        found = self.shares.watched(loader, owner, seed, trainer)
+        found = self.shares.watched(loader, stateful, seed, trainer)
         # A further loader of the same training was asked for at the start of an epoch.
         found.may_be_begun_twice = trainer.training and self._is_reloaded
         return found
@@ -131,14 +131,14 @@ class ExactLoading:
             return
         self._is_reloaded = self.loaded_at is not None
         self.loaded_at = epoch
-        self.training = []
+        self.positions = []
         reloads = trainer.reload_dataloaders_every_n_epochs > 0  # type: ignore[attr-defined]
-        starts_with_epoch = not self.start.batches and not self.start.over
+        starts_with_epoch = not self.data_start.batches and not self.data_start.epoch_is_trained
         # Loaders of a later epoch begin at its first batch. Those of an earlier one leave the place
         # where training starts alone: a schedule that asks how many steps there are loads before
         # the counters of a checkpoint are restored.
-        if epoch > self.start.epoch or (reloads and starts_with_epoch):
-            self.start = Start(max(epoch, self.start.epoch))
+        if epoch > self.data_start.epoch or (reloads and starts_with_epoch):
+            self.data_start = DataStart(max(epoch, self.data_start.epoch))
 
     def _seeds_of_next(self, loader: Any, run_seed: int) -> Seeds:
         """The seeds of the training's next loader: of its own generators, where it has them, else
@@ -147,63 +147,69 @@ class ExactLoading:
         They are rank zero's on all ranks. Loaders that are made anew for an epoch keep the seeds of
         the first ones.
         """
-        number = len(self.training)
+        number = len(self.positions)
         if number == len(self.seeds):
             seed = hash((run_seed, number)) % 2**32 if number else run_seed
             mine = seeds_of(loader, seed)
-            self.seeds.append(Seeds(*of_rank_zero(mine)))
+            self.seeds.append(Seeds(*broadcast_from_rank_zero(mine)))
         return self.seeds[number]
 
-    def _add(self, loader: Any, passes: Passes) -> None:
+    def _add(self, loader: Any, position: LoaderPosition) -> None:
         """Take up a loader of this epoch's training, and what is read of it."""
-        self.training.append(passes)
+        self.positions.append(position)
         self.read_early = self.read_early or sized_len(loader) is None
         if self.read_early:
             self.begin()
-        for each in self.training:
-            each.cycles = len(self.training) > 1
+        for each in self.positions:
+            each.cycles = len(self.positions) > 1
+
+    def resume_only_between_epochs(self, reason: str | None) -> None:
+        """Let training start inside no epoch, if there is a reason; a line tells it."""
+        if reason is not None:
+            self.can_start_inside_epochs = False
+            self.lines.append(reason)
 
     # Where training starts
 
     def begin(self) -> None:
         """Put the loaders where training starts."""
-        saved = self.start.loaders or self._places_of_states(self.start)
+        saved = self.data_start.loaders or self._places_of_states(self.data_start)
         places = chain(saved, repeat((0, None)))
-        for passes, (batches_before, state) in zip(self.training, places, strict=False):
-            if state is not None and passes.owner is None and self.start.loaders:
+        for position, (batches_before, state) in zip(self.positions, places, strict=False):
+            if state is not None and position.stateful is None and self.data_start.loaders:
                 self.lines.append(
                     "the checkpoint holds a state of a loader that has none now: the resume is not"
                     " exact."
                 )
                 state = None
-            passes.start_at(self.start, batches_before, state)
+            position.start_at(self.data_start, batches_before, state)
         # Some were made before the checkpoint was read.
-        for passes, seeds in zip(self.training, self.seeds, strict=False):
-            passes.seeds = seeds
+        for position, seeds in zip(self.positions, self.seeds, strict=False):
+            position.seeds = seeds
 
-    def _places_of_states(self, start: Start) -> list[tuple[int, Any]]:
+    def _places_of_states(self, start: DataStart) -> list[tuple[int, Any]]:
         """Where the loaders begin from a checkpoint that somebody else saved."""
         states = iter(start.states)
         places: list[tuple[int, Any]] = []
-        for passes in self.training:
-            state = next(states, None) if has_state(passes.loader) else None
+        for position in self.positions:
+            state = next(states, None) if has_state(position.loader) else None
             places.append((0, None) if state is None else (start.batches, state))
         return places
 
     def epoch_ends(self, trainer: Trainer) -> None:
         """Tell the loaders after how many batches the training of this epoch is done."""
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-        for passes in self.training:
-            passes.end_epoch(done)
+        for position in self.positions:
+            position.end_epoch(done)
 
     def cut_again(self, kept: Sequence[dict[str, Any]]) -> None:
         """Let the training's loaders cut their batches as a checkpoint has it.
 
         Args:
-            kept: Of each loader, what :meth:`Passes.kept_cut` returned.
+            kept: Of each loader, what :meth:`LoaderPosition.kept_cut` returned.
         """
-        for passes, cut in zip(self.training, kept, strict=False):
-            passes.cut_again(cut)
+        for position, cut in zip(self.positions, kept, strict=False):
+            position.cut_again(cut)
 
     @property
     def samples_per_batch(self) -> int:
@@ -218,16 +224,16 @@ class ExactLoading:
         return 0 if only is None else only.global_batch_size_of_pass
 
     def _only_exact_loader(self) -> ExactBatches | None:
-        if len(self.training) != 1 or not isinstance(self.training[0], ExactBatches):
+        if len(self.positions) != 1 or not isinstance(self.positions[0], ExactBatches):
             return None
-        return self.training[0]
+        return self.positions[0]
 
     def let_go(self) -> None:
         """The stage is over. Whoever copies what is left copies no Trainer with it."""
         self.shares.agree_on_next_batch = None
-        for passes in self.training:
-            passes.epoch_now = None
-            passes.batches_now = None
+        for position in self.positions:
+            position.epoch_now = None
+            position.batches_now = None
 
 
 def batches_taken(trainer: Trainer) -> int:

@@ -1,5 +1,5 @@
-"""Where training is in its data. Of it checkpoints keep the states of loaders (:meth:`state_after`
-of :class:`Passes`) and how they cut their batches.
+"""Where training is in its loaders. A checkpoint holds two things of each: the state of what has
+one (:meth:`LoaderPosition.state_after`), and how its batches are cut.
 """
 
 import copy
@@ -11,7 +11,7 @@ from unbroken.loading.samplers import Cut, cut_anew, cut_of
 from unbroken.loading.seeding import Seeds
 
 
-class Start(NamedTuple):
+class DataStart(NamedTuple):
     """Where in an epoch training goes on."""
 
     epoch: int = 0
@@ -19,17 +19,17 @@ class Start(NamedTuple):
     batches: int = 0
     # Samples per batch of all ranks together, at the time of the checkpoint.
     samples_per_batch: int = 0
-    # For each of this rank's loaders: the number of the batch at which its pass began, and the
-    # state of its owner there.
+    # For each of this rank's loaders: after how many batches of the epoch its state was taken, and
+    # the state. An ExactLoader's is taken at the start of a pass.
     loaders: Sequence[tuple[int, Any]] = ()
     # Whether the epoch's training is done, and only its validation is left.
-    over: bool = False
+    epoch_is_trained: bool = False
     # Of a checkpoint that somebody else saved: the states of the loaders that have one, as
     # Lightning keeps them, after these batches.
     states: Sequence[Any] = ()
 
 
-class Passes:
+class LoaderPosition:
     """Where training is in one of its loaders.
 
     A pass is one iteration over the loader. Usually an epoch is one pass. A loader beside a longer
@@ -55,18 +55,18 @@ class Passes:
         # the draws alone: its order is its own.
         self.seeds = Seeds(seed, seed)
         # Where the next pass starts.
-        self.start = Start()
+        self.start = DataStart()
         # The batches of this epoch before the next pass: those of earlier passes.
         self.batches_before = 0
         # Whether a loader that has no exact form has come to its end.
         self.finished = False
         # Whether a further pass of the same epoch goes on counting, in another order.
         self.cycles = False
-        # The owner's state after so many batches of this epoch.
+        # The state of ``stateful`` after so many batches of this epoch.
         self.states: dict[int, Any] = {}
 
     @property
-    def owner(self) -> Any:
+    def stateful(self) -> Any:
         """What has a state that checkpoints keep (a sampler, loader or dataset); None where nothing
         has.
         """
@@ -75,7 +75,7 @@ class Passes:
     def set_epoch(self, epoch: int) -> None:
         """The next pass is of this epoch. Another epoch than before starts at its beginning."""
         if epoch != self.start.epoch:
-            self.start = Start(epoch)
+            self.start = DataStart(epoch)
             self.batches_before = 0
             self.cut_of_rest = None
 
@@ -84,37 +84,35 @@ class Passes:
         if self.epoch_now is not None:
             self.set_epoch(self.epoch_now())
 
-    def start_at(self, start: Start, batches_before: int = 0, state: Any = None) -> None:
-        """Start inside an epoch, in the pass that began after ``batches_before``, with the owner's
-        ``state`` there.
-        """
+    def start_at(self, start: DataStart, batches_before: int = 0, state: Any = None) -> None:
+        """Start inside an epoch. ``state`` was taken after ``batches_before`` of its batches."""
         self.set_epoch(start.epoch)
         self.start = start
         self.batches_before = batches_before
-        self.finished = start.over
+        self.finished = start.epoch_is_trained
         if state is not None:
             self.load(state)
 
     def state(self) -> Any:
-        """The owner's state. Asking changes no generator: some owners draw a number as they are
-        asked.
+        """The state of ``stateful``. Asking changes no generator: some objects draw a number as
+        they are asked.
         """
-        if self.owner is None:
+        if self.stateful is None:
             return None
         with isolate_rng(include_cuda=False):
-            # A copy, for some owners return what they go on changing.
-            return copy.deepcopy(self.owner.state_dict())
+            # A copy, because some objects return what they go on changing.
+            return copy.deepcopy(self.stateful.state_dict())
 
     def load(self, state: Any) -> None:
-        """Put the owner into a state. A copy, for some owners change what they were given."""
-        self.owner.load_state_dict(copy.deepcopy(state))
+        """Load a state. A copy, because some objects change what they were given."""
+        self.stateful.load_state_dict(copy.deepcopy(state))
 
     def state_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
-        """What :meth:`start_at` needs besides a :class:`Start` to go on after so many batches of
-        this epoch.
+        """What :meth:`start_at` needs besides a :class:`DataStart`, to start after so many batches
+        of this epoch. Nothing is changed.
 
         Returns:
-            The number of the batch at which the owner's state was taken, and the state. With
+            After how many batches of the epoch the state was taken, and the state. With
             ``epoch_ends`` training goes on with the next epoch.
         """
         if epoch_ends:
