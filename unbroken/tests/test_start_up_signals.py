@@ -22,6 +22,7 @@ from typing import Any
 import psutil
 import pytest
 from torch.distributed import TCPStore
+from unbroken.cli.start import exit_code
 from unbroken.stopping import signals
 
 from tests import commands
@@ -249,3 +250,16 @@ def test_a_signal_behind_slurms_ends_no_process_that_starts(
     state.requested = signal.SIGUSR1
     signals._watch(0)
     assert ended == []
+
+
+@pytest.mark.parametrize(
+    ("received", "code"),
+    [(0, 3), (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGUSR1, 143)],
+)
+def test_an_exit_inside_a_library_behind_a_signal_has_the_code_of_the_stop(
+    received: int, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = signals.State()
+    state.requested = received
+    monkeypatch.setattr(signals, "state", state)
+    assert exit_code(lambda _: sys.exit(3), []) == code
