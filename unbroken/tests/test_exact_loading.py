@@ -1158,7 +1158,9 @@ def test_loaders_that_a_schedule_asks_for_leave_the_start_alone() -> None:
     position_of(whole).set_epoch(1)
     order = indices(whole)
     loading = RunLoaders(seed=0)
-    loading.data_start = DataStart(epoch=1, batches=6, samples_per_batch=4, loaders=[(0, None)])
+    loading.data_start = DataStart(
+        epoch=1, batches=6, samples_per_batch=4, loader_states=[(0, None)]
+    )
     for epoch in (0, 1):
         found = loading.exact(
             DataLoader(Numbers(40), 4, shuffle=True), rank_of(0, 1, epoch=epoch, reload=1)
@@ -1378,7 +1380,7 @@ def test_a_state_that_is_right_at_the_end_of_an_epoch_alone_is_kept_there() -> N
     trainer.current_epoch = 1
     second = list(whole)
     _, resumed = started(1)
-    position_of(resumed).start_at(DataStart(1, loaders=[state]), *state)
+    position_of(resumed).start_at(DataStart(1, loader_states=[state]), *state)
     assert is_same(list(resumed), second)
     _, anew = started(1)
     assert not is_same(list(anew), second)
@@ -1750,7 +1752,7 @@ def test_a_state_that_was_proved_gives_exactly_the_rest(make: Any) -> None:
         if len(batches) == 3:
             state = loading.positions[0].state_after(3, epoch_ends=False)
     assert torch.equal(torch.get_rng_state(), generators)
-    _, rest = started(DataStart(epoch=1, batches=3, loaders=[state]))
+    _, rest = started(DataStart(epoch=1, batches=3, loader_states=[state]))
     found = list(rest)
     assert is_same(found, batches[3:])
     assert len(found) == len(batches) - 3 > 0
@@ -1832,7 +1834,7 @@ def test_batches_are_compared_by_value() -> None:
 def test_a_state_that_no_loader_takes_any_more_is_told_and_left_out() -> None:
     loading = RunLoaders(0)
     loading.positions = [WatchedLoader([torch.zeros(1)], None, 0)]
-    loading.data_start = DataStart(loaders=[(0, {"position": 3})])
+    loading.data_start = DataStart(loader_states=[(0, {"position": 3})])
     loading.begin()
     assert loading.lines == [
         "the checkpoint holds a state of a loader that has none now: the resume is not exact."

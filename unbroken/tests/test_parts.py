@@ -25,7 +25,7 @@ from unbroken.parts.generators import OwnGenerators, RandomGenerators
 from unbroken.parts.held import held_by_users as held
 from unbroken.parts.held import is_object
 from unbroken.parts.hyperparameters import StartingHyperparameters, apply_changes, with_changes
-from unbroken.parts.loaders import LoaderPositions
+from unbroken.parts.loaders import LoaderStates
 from unbroken.parts.loops import EarlyStop, ValidatedBatches, clean_counters
 from unbroken.parts.metrics import CallbackMetrics, LoggedSums, MetricStates, ModuleSums
 from unbroken.parts.module import (
@@ -762,7 +762,7 @@ def test_loader_positions_tell_whether_the_epoch_is_over(one: Trainer) -> None:
     loading: Any = SimpleNamespace(
         positions=[SimpleNamespace(state_after=lambda *words: asked.append(words) or (0, None))]
     )
-    part = LoaderPositions(loading)
+    part = LoaderStates(loading)
     part.epoch_is_over = True
     assert part.take(one) == [(0, None)]
     assert asked == [(0, True)]

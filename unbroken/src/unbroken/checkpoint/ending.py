@@ -34,7 +34,9 @@ class Ending:
         return vars(self) | {"_signals": signals.ScriptSignals()}
 
     def take_over_signals(self, trainer: Trainer) -> None:
-        """Let a signal only be noted from now on."""
+        """Let our own handler get the signals: before training begins it raises Stopped, and then
+        it only notes them.
+        """
         lightning_internals.leave_signals_alone(trainer)
         if self._requeue_signal is None:
             environment = lightning_internals.cluster_environment(trainer)

@@ -37,7 +37,7 @@ class Settings:
 
 
 class Engine:
-    """One training's objects. The next training has others.
+    """One training's objects. The next training has others, but for those that it is given.
 
     Args:
         own_folder: The folder of the run.

@@ -7,12 +7,12 @@ Trainer.
 
 Lightning's ModelCheckpoint saves from within hooks, where a resume repeats or skips validations and
 logging steps. It forgets the best when its folder changes, and numbers its files (Lightning issues
-17543, 21800, 11379). Here every checkpoint is taken between two batches: the last one, its
+17543, 21800, 11379). Here every checkpoint is taken between two batches: the batch before, its
 validation and its logging are done, and no hook of the next one has been called. A stop inside a
 validation saves the state of its start.
 
-Which hook does what stands in hooks.py. engine.py makes the objects that do it for one training,
-and each has a page of its own:
+Which hook does what stands in hooks.py. The objects that do it have a file each. engine.py makes
+them for one training; the last two are of the callback, and serve all its trainings:
 
 - kept.py: the parts of a checkpoint, and how they are taken
 - saving.py: what is due to be saved, and the one place that saves it

@@ -16,7 +16,7 @@ from unbroken.seams import Seams
 from unbroken.stopping import signals
 from unbroken.stopping.agreement import request_of_this_rank
 from unbroken.stopping.ranks import say
-from unbroken.storage.run_files import OneSave
+from unbroken.storage.run_files import CheckpointMaker
 
 
 class Hooks(Callback):
@@ -32,7 +32,7 @@ class Hooks(Callback):
     | on_load_checkpoint | the state is read; where loaders start is set | restoring |
     | on_fit_start | what this start has made is noted; two seams more | kept, restoring |
     | on_sanity_check_start, on_sanity_check_end | what this check changes is noted | kept |
-    | on_train_start | changed hyperparameters win; the user's hooks come after this | restoring |
+    | on_train_start | signals are only noted from here; changed hyperparameters win | restoring |
     | (seam) after on_train_start | RESTORE, inside an epoch after its hooks | restoring |
     | (seam) before an epoch's first batch | what its start has set is noted | kept |
     | (seam) before each batch, on_train_batch_start | SAVE if one is due; the stop | saving |
@@ -42,7 +42,8 @@ class Hooks(Callback):
     | on_validation_start | a snapshot, for a stop inside the validation | validation |
     | on_validation_batch_end, on_test_batch_end | SAVE at a stop; sums over ranks | saving |
     | on_validation_end | the followed metric is compared | validation, following |
-    | on_test_start, on_test_end | signals wait; values that ranks do not share are told | hooks |
+    | on_test_start | signals are only noted from here | hooks |
+    | on_test_end | values that ranks do not share are told | hooks |
     | on_train_epoch_end | a snapshot where a limit cuts the epoch | cut_epoch |
     | on_train_epoch_end | loaders are told; sums over ranks | loading, hooks |
     | on_train_epoch_end | a window of digests ends | windows |
@@ -87,7 +88,7 @@ class Hooks(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
-        signals.training_begins()
+        signals.note_from_now_on()
         engine.own_folder.training_starts()
         engine.saving.training_starts(trainer)
         engine.windows.training_starts(trainer)
@@ -168,7 +169,7 @@ class Hooks(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         checkpoint_io = trainer.strategy.checkpoint_io
-        if isinstance(checkpoint_io, OneSave):
+        if isinstance(checkpoint_io, CheckpointMaker):
             checkpoint_io.lightning_has_made(checkpoint)
         else:
             # Another callback saves, inside a hook: a resume from there is not exact.
@@ -183,7 +184,7 @@ class Hooks(Callback):
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
         if trainer.state.fn != "fit":
-            signals.training_begins()
+            signals.note_from_now_on()
             return
         share_buffers(trainer, pl_module, engine.agreement.group)
         engine.restoring.validation_starts(trainer)
@@ -205,7 +206,7 @@ class Hooks(Callback):
             return
         if engine.validation.runs:
             snapshot = engine.validation.state_for_a_stop(trainer)
-            engine.saving.save_then_stop_if_asked(trainer, snapshot)
+            engine.saving.save_and_maybe_stop(trainer, snapshot)
         else:
             engine.ending.stop(trainer, engine.agreement.stop_signal)
 
@@ -234,7 +235,7 @@ class Hooks(Callback):
             engine.following.validation_is_over(trainer, engine.agreement.group)
 
     def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        signals.training_begins()
+        signals.note_from_now_on()
 
     on_test_batch_end = on_validation_batch_end
 

@@ -14,7 +14,7 @@ from unbroken.loading import RunLoaders
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import StartingHyperparameters
-from unbroken.parts.loaders import BatchSizes, DataSets, LoaderPositions, ValidationSamples
+from unbroken.parts.loaders import BatchSizes, DataSets, LoaderStates, ValidationSamples
 from unbroken.parts.loops import (
     BETWEEN_EPOCHS,
     EarlyStop,
@@ -74,7 +74,7 @@ class KeptParts:
         self.objects = UsersObjects(undeclared)
         self.was_validated = WasValidated()
         self._loading = loading
-        self._positions = LoaderPositions(loading)
+        self._positions = LoaderStates(loading)
         self.data_sets = DataSets(loading)
         self.validation_samples = ValidationSamples()
         # In the order in which they are taken. They are given back in the same order, but those
@@ -125,14 +125,14 @@ class KeptParts:
 
     def take(self, trainer: Trainer, place: SavePoint) -> Snapshot:
         """Every part, as it is now."""
-        self._tell_loaders(trainer, place)
+        self._note_whether_epoch_is_over(trainer, place)
         snapshot = Snapshot(place)
         snapshot.add(trainer, self.all)
         return snapshot
 
     def take_before_validation(self, trainer: Trainer) -> Snapshot:
         """What the validation that begins may change."""
-        self._tell_loaders(trainer, "validation")
+        self._note_whether_epoch_is_over(trainer, "validation")
         snapshot = Snapshot("validation")
         snapshot.add(trainer, [part for part in self.all if part.changes_in_validation])
         snapshot.add_entries(trainer)
@@ -187,7 +187,7 @@ class KeptParts:
             for name, value in buffers.items():
                 mine.setdefault(name, before.get(name, value))
 
-    def _tell_loaders(self, trainer: Trainer, place: SavePoint) -> None:
+    def _note_whether_epoch_is_over(self, trainer: Trainer, place: SavePoint) -> None:
         """Tell the loaders whether this epoch's training is done: their next batch is then of the
         next epoch.
         """

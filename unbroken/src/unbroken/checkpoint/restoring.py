@@ -6,18 +6,19 @@ In the order in which it happens:
    start, because most of them are made after this.
 2. The user's start-up hooks act, as in a new run. Before they do, what they may change is noted
    (:meth:`Restoring.fit_starts`, :meth:`Restoring.training_starts`).
-3. All these hooks are done. :meth:`Restoring.restore` calls ``on_train_epoch_start`` once more if
-   the run resumes inside an epoch. It puts the loaders where training starts, undoes what the hooks
-   have changed, and gives every part back.
+3. All these hooks are done. If the run resumes inside an epoch, :meth:`Restoring.restore` calls
+   ``on_train_epoch_start``, which Lightning leaves out there. It puts the loaders where training
+   starts, undoes what the hooks have changed, and gives every part back.
 4. Lightning tells the loaders' samplers the epoch, and they may draw. So the generators are given
    back once more before the epoch's batches are read (:meth:`Restoring.give_generators_again`;
-   a loader without a length has read its first batch by then, in generators of its own). After the
-   first batch nothing is left to give back (:meth:`Restoring.batch_ends`).
+   a loader without a length has read its first batch by then, and left the generators as they
+   were). After the first batch nothing is left to give back (:meth:`Restoring.batch_ends`).
 
 Why a run that is resumed inside an epoch is the run that was not stopped:
 
-- It gets the same batches, with the same random numbers in them, by its seed and the number of
-  batches that each loader has given. ``loading/__init__.py`` says how.
+- It gets the same batches, with the same random numbers in them, by the checkpoint's seed
+  (:meth:`Restoring._keep_seeds_of`) and the number of batches that it has trained on.
+  ``loading/__init__.py`` says how.
 - The loops begin with the next batch. A checkpoint's counters never show a batch as half done: each
   is either finished or not begun (``clean_counters`` in parts/loops.py).
 - What steps and hooks have changed since the start is in the checkpoint: in Lightning's own
@@ -31,7 +32,7 @@ Why a run that is resumed inside an epoch is the run that was not stopped:
 Where a run was stopped in the validation after its last step, ``max_steps`` is reached, and
 Lightning would enter no epoch. So ``max_steps`` is one step more until that validation is over
 (:meth:`TrainerSettings.add_step`). A run that turns out to want no validation ends the epoch before
-a batch.
+a batch (``Hooks._before_batch`` raises StopIteration).
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class Restoring:
         self._start_is_settled = False
         # None: nothing is left to give back.
         self._resume: Resume | None = None
-        self._before_hooks: list[Noted] = []
+        self._noted_before_hooks: list[Noted] = []
         self._state_types: StateTypes | None = None
         self._batches_validated_before: dict[int, int] = {}
         # The Trainer's own number, while it is 0 so that a resumed run makes no sanity check.
@@ -197,7 +198,7 @@ class Restoring:
         trainer.should_stop = resume.should_stop and resume.place != "validation"
         if trainer.strategy.restore_checkpoint_after_setup:
             # on_fit_start was called before.
-            self._prepare(trainer, resume)
+            self._before_optimizers_load(trainer, resume)
 
     def _give_buffers(
         self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]
@@ -259,11 +260,11 @@ class Restoring:
             lightning_internals.average_what_setup_has_made(trainer, is_loaded=False)
         if self._resume is None:
             return
-        self._prepare(trainer, self._resume)
+        self._before_optimizers_load(trainer, self._resume)
         if uses_hooks(trainer):
             self._note_loaded(trainer)
 
-    def _prepare(self, trainer: Trainer, resume: Resume) -> None:
+    def _before_optimizers_load(self, trainer: Trainer, resume: Resume) -> None:
         """Let optimizers load their states as they were saved, and the training be as long as it
         was. A UserError for an optimizer that cannot load its state.
         """
@@ -292,18 +293,24 @@ class Restoring:
         if trainer.strategy.restore_checkpoint_after_setup:
             # Such a strategy loads after on_fit_start, and so over what it has changed.
             self._note_loaded(trainer)
-        self._before_hooks = [OptimizerStates(trainer), Schedules(trainer), *self._before_hooks]
+        self._noted_before_hooks = [
+            OptimizerStates(trainer),
+            Schedules(trainer),
+            *self._noted_before_hooks,
+        ]
 
     def _note_loaded(self, trainer: Trainer) -> None:
         # What a module or callback saves and loads by hooks of its own comes last: to give back the
         # others may call code that counts it.
         kinds = (WeightValues, CallbackStates, DataState, ExtraStates, OwnEntries)
-        self._before_hooks = [kind(trainer) for kind in kinds]
+        self._noted_before_hooks = [kind(trainer) for kind in kinds]
 
     # 3. All start-up hooks are done
 
     def restore(self, trainer: Trainer) -> None:
-        """Put every part back. What the start-up hooks do must change nothing of it."""
+        """Put every part back. What the start-up hooks do must change nothing of it. In a new run,
+        note what there is as training starts.
+        """
         resume = self._resume
         self._kept.objects.begin(trainer)
         self._kept.settings.begin(trainer)
@@ -344,8 +351,8 @@ class Restoring:
         # The hooks of the epoch's start have changed attributes. What the module loads itself comes
         # later, and stays.
         kept.objects.undo(trainer)
-        give_back_all(self._before_hooks, trainer)
-        self._before_hooks = []
+        give_back_all(self._noted_before_hooks, trainer)
+        self._noted_before_hooks = []
         other_batches = resume.recount_batches(trainer, self._loading)
         if other_batches is not None:
             self._lines.append(other_batches)

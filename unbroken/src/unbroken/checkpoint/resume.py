@@ -69,7 +69,7 @@ class Resume:
             epoch=epoch_of(checkpoint, place),
             batches=0 if place == BETWEEN_EPOCHS else batches["current"]["completed"],
             samples_per_batch=samples_per_batch,
-            loaders=mine["loaders"],
+            loader_states=mine["loaders"],
             epoch_is_trained=batches["is_last_batch"],
         )
         ended = checkpoint["global_step"] == trainer.max_steps
@@ -180,9 +180,10 @@ def reached_limit(checkpoint: dict[str, Any], settings: Mapping[str, Any]) -> st
 
 
 def epoch_of(checkpoint: dict[str, Any], place: SavePoint) -> int:
-    """The epoch that a checkpoint goes on with.
+    """The epoch that a run resumes in.
 
-    Lightning's own number is that at the save, after the last epoch.
+    ``checkpoint["epoch"]`` is the Trainer's number at the save. Of a checkpoint that resumes inside
+    an epoch which a limit has cut, it is one too many: this was saved after the epoch's end.
     """
     if place == BETWEEN_EPOCHS:
         return int(checkpoint["epoch"])
@@ -201,13 +202,13 @@ def start_of_anothers(checkpoint: dict[str, Any]) -> DataStart:
     if epochs["completed"] == epochs["started"]:
         # No epoch had begun, or the hooks of its start were called. The batches are those of the
         # epoch before.
-        return DataStart(checkpoint["epoch"], states=states)
+        return DataStart(checkpoint["epoch"], lightnings_states=states)
     batches = loops["epoch_loop.batch_progress"]
     return DataStart(
         checkpoint["epoch"],
         batches["current"]["ready"],
         epoch_is_trained=batches["is_last_batch"],
-        states=states,
+        lightnings_states=states,
     )
 
 

@@ -2,29 +2,30 @@
 
 A run is saved
 
-- before the next batch, where the time or the steps between two saves are over (interval.py; this
-  save is put off while the previous one is being written), where a validation has found a new best,
-  or where the run is asked to stop;
-- between two epochs. A state of 16 MiB or more is left out there, unless it is a new best or the
-  run is asked to stop, where the previous save is so recent that another one would cost too much
-  (interval.py);
+- before the next batch (:meth:`Saving.before_batch`), where the time or the steps between two saves
+  are over (interval.py; this save is put off while the previous one is being written), where a
+  validation has found a new best, or where the run is asked to stop. With loaders that cannot start
+  inside an epoch only a new best is saved there;
+- between two epochs (:meth:`Saving.between_epochs`). Where the previous save is so recent that
+  another one would cost too much (interval.py), a state of 16 MiB or more is not saved there,
+  unless it is a new best, or a save or a stop was asked for;
 - inside a validation, where the run is asked to stop: the state is that of the validation's start;
-- after the last epoch.
+- after the last epoch (:meth:`Saving.training_ends`).
 
-In the order in which it happens:
+hooks.py calls these methods. In the order in which it happens:
 
-1. When a batch is done, the ranks agree on what any of them asks for: to save, or to stop
-   (:meth:`Saving.batch_ends`; stopping/__init__.py has the whole way of a stop). Several ranks know
-   it one batch later. A validation or an epoch's end may find a new best; all ranks find it
-   together.
+1. When a batch has ended an optimizer step, the ranks agree on what any of them asks for: to save,
+   or to stop (:meth:`Saving.batch_ends`; stopping/__init__.py has the whole way of a stop). Several
+   ranks know it one step later. A validation or an epoch's end may find a new best; all ranks find
+   it together.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
-   :meth:`Saving.save_then_stop_if_asked` saves it. The batch before is done with its logging and
+   :meth:`Saving.save_and_maybe_stop` saves it. The batch before is done with its logging and
    its validation, and no hook of the next one was called. (validation.py takes the parts for a stop
    inside a validation.)
 3. :class:`unbroken.storage.run_files.RunFiles` waits until the previous save is written. It lets
    Lightning make its checkpoint. Lightning calls our ``on_save_checkpoint`` (hooks.py) as it does
-   so, which calls ``OneSave.lightning_has_made`` (run_files.py), which calls
+   so, which calls ``CheckpointMaker.lightning_has_made`` (run_files.py), which calls
    :meth:`Saving._put_state_into` to add what Lightning's checkpoint lacks. A state of less than 16
    MiB is written while training waits; a larger one is copied, and a thread writes the copy. A new
    best is written to ``best.ckpt`` and, if a run can resume from this state, copied to
@@ -76,7 +77,7 @@ from unbroken.version import __version__
 
 @dataclass(frozen=True)
 class PlannedSave:
-    """One save.
+    """What is to be saved.
 
     Attributes:
         snapshot: The state that is saved.
@@ -100,7 +101,7 @@ class Saving:
         agreement: What the ranks ask for: to stop, to save, or nothing.
         ending: How the run ends.
         cut_epoch: The epoch that a limit has cut.
-        loading: Whether training can start inside an epoch.
+        loading: The run's loaders. They know whether training can start inside an epoch.
         chosen: What the run chose by itself.
 
     Attributes:
@@ -196,7 +197,7 @@ class Saving:
         fetched, and no hook has seen it.
         """
         if self._agreement.is_save_or_stop or self._following.is_new:
-            self.save_then_stop_if_asked(trainer, self._kept.take(trainer, "batch"))
+            self.save_and_maybe_stop(trainer, self._kept.take(trainer, "batch"))
 
     def between_epochs(self, trainer: Trainer) -> None:
         """Save after an epoch, and then stop if the ranks have agreed to. Where epochs are short, a
@@ -204,7 +205,7 @@ class Saving:
         """
         must = self._agreement.is_save_or_stop or self._following.is_new
         if must or not self._is_too_soon():
-            self.save_then_stop_if_asked(trainer, self._kept.take(trainer, BETWEEN_EPOCHS))
+            self.save_and_maybe_stop(trainer, self._kept.take(trainer, BETWEEN_EPOCHS))
 
     def _is_too_soon(self) -> bool:
         """Whether the previous save is not written yet, or so recent that another one would cost
@@ -218,16 +219,19 @@ class Saving:
     def training_ends(self, trainer: Trainer) -> None:
         """Save after the last epoch."""
         self._agreement.agree_at_the_end(request_of_this_rank())
-        self.save_then_stop_if_asked(trainer, self._kept.take(trainer, BETWEEN_EPOCHS), is_end=True)
+        self.save_and_maybe_stop(trainer, self._kept.take(trainer, BETWEEN_EPOCHS), is_end=True)
 
     # The save
 
-    def save_then_stop_if_asked(
+    def save_and_maybe_stop(
         self, trainer: Trainer, snapshot: Snapshot | None, is_end: bool = False
     ) -> None:
         """Save a snapshot, unless there is none. Then raise Stopped if the ranks have agreed to
-        stop. The last save of a run (``is_end``, or a stop) is on the disk when this returns or
-        raises.
+        stop. The last save of a run (``is_end``, or a stop) is on the disk then.
+
+        Raises:
+            Stopped: The ranks have agreed to.
+            NotSaved: The disk has not taken the last save of the run, at a second try either.
         """
         stops = self._agreement.is_stop
         is_last = stops or is_end

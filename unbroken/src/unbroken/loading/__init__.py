@@ -24,8 +24,9 @@ How a resume in the middle of an epoch is exact:
    leave out its first k batches. If it has a state, the state is kept after every batch, and loaded
    again. It is tried before training (proof.py), and what is not exact is said (faults.py). Where
    it has none, or not a good one, a run resumes from the end of an epoch alone.
-4. The seed is given, or drawn from torch's generator or the loader's own as a training starts
-   (:meth:`RunLoaders.settle_seed`), and kept in every checkpoint.
+4. The seed is given, or is what torch's generator would give next (:meth:`RunLoaders.settle_seed`).
+   A loader or sampler with a generator of its own has a seed from that one (``seeds_of``). All are
+   kept in every checkpoint.
 5. A checkpoint holds, for each loader, what :meth:`LoaderPosition.state_after` returns
    (position.py). The epoch, and how many of its batches are done, are in Lightning's own counters.
    A resumed run makes a :class:`DataStart` of both (``Resume.of`` in checkpoint/resume.py).

@@ -21,12 +21,12 @@ class DataStart(NamedTuple):
     samples_per_batch: int = 0
     # For each of this rank's loaders: after how many batches of the epoch its state was taken, and
     # the state. An ExactLoader's is taken at the start of a pass.
-    loaders: Sequence[tuple[int, Any]] = ()
+    loader_states: Sequence[tuple[int, Any]] = ()
     # Whether the epoch's training is done, and only its validation is left.
     epoch_is_trained: bool = False
     # Of a checkpoint that somebody else saved: the states of the loaders that have one, as
     # Lightning keeps them, after these batches.
-    states: Sequence[Any] = ()
+    lightnings_states: Sequence[Any] = ()
 
 
 class LoaderPosition:

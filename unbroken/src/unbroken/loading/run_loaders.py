@@ -31,12 +31,12 @@ class RunLoaders:
             of its own.
 
     Attributes:
-        seeds: Those of the training's loaders, by their number in an epoch.
+        seeds: Those of the training's loaders, in the order in which Lightning makes them.
         data_start: Where in its data training starts.
         shares: Who shares the data among the ranks.
         can_start_inside_epochs: Whether training can start inside an epoch.
-        training: What is read of each of this epoch's training loaders.
-        loaded_at: The epoch for which they were made. None: there are none yet.
+        positions: Where training is in each of its loaders of this epoch.
+        loaded_at: The epoch for which these loaders were made. None: there are none yet.
         read_early: Whether Lightning reads before the module's hooks: it does so where a loader has
             no length. What that draws is undone, since generators are given back later.
     """
@@ -55,7 +55,7 @@ class RunLoaders:
         # A plain loader draws once from torch's generator as it is made. Whether that draw is still
         # to be done; with a given seed it is not.
         self._is_to_draw = seed is None
-        # Whether ``training`` was made before, for another epoch.
+        # Whether training's loaders were made before, for another epoch.
         self._is_reloaded = False
 
     def install(self, seams: Seams, trainer: Trainer) -> None:
@@ -173,10 +173,10 @@ class RunLoaders:
 
     def begin(self) -> None:
         """Put the loaders where training starts."""
-        saved = self.data_start.loaders or self._places_of_states(self.data_start)
+        saved = self.data_start.loader_states or self._places_of_states(self.data_start)
         places = chain(saved, repeat((0, None)))
         for position, (batches_before, state) in zip(self.positions, places, strict=False):
-            if state is not None and position.stateful is None and self.data_start.loaders:
+            if state is not None and position.stateful is None and self.data_start.loader_states:
                 self.lines.append(
                     "the checkpoint holds a state of a loader that has none now: the resume is not"
                     " exact."
@@ -189,7 +189,7 @@ class RunLoaders:
 
     def _places_of_states(self, start: DataStart) -> list[tuple[int, Any]]:
         """Where the loaders begin from a checkpoint that somebody else saved."""
-        states = iter(start.states)
+        states = iter(start.lightnings_states)
         places: list[tuple[int, Any]] = []
         for position in self.positions:
             state = next(states, None) if has_state(position.loader) else None

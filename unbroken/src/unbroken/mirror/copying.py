@@ -26,7 +26,7 @@ PROGRESS_S = 10.0
 STALLED_S = 60.0
 
 
-class ScriptSignals(Exception):
+class LeaseLost(Exception):
     """Another machine has the run's lease now."""
 
 
@@ -148,7 +148,7 @@ class Copying:
                 return
             try:
                 self._copy(save)
-            except ScriptSignals:
+            except LeaseLost:
                 save.close()
                 self.failure = "another machine has taken over the run"
                 say(
@@ -210,7 +210,7 @@ class Copying:
         if self.failure is not None:
             self.store.reopen()
         if not self.lease.is_mine(self.store):
-            raise ScriptSignals
+            raise LeaseLost
         kept = self._known_saves()
         entries = {}
         for name, held in save.files.items():
@@ -233,7 +233,7 @@ class Copying:
             self.store.put(held.file, held.size, place, self._note_part)
             self._note_part(0)
         if not self.lease.is_mine(self.store):
-            raise ScriptSignals
+            raise LeaseLost
         self.store.write(manifest.name, manifest.to_bytes())
         self._damaged -= new.keys()
         self._remove_old([*kept, manifest])

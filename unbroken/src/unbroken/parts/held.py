@@ -544,7 +544,7 @@ class Identity(NamedTuple):
 def _read_by(trainer: Trainer) -> set[int]:
     """The loaders that the Trainer reads, with their data and samplers, by id.
 
-    Their state lies ahead of the training. LoaderPositions keeps it.
+    Their state lies ahead of the training. LoaderStates keeps it.
     """
     found: set[int] = set()
     waiting: list[Any] = [trainer.train_dataloader, trainer.val_dataloaders]

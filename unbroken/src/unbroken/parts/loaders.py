@@ -9,7 +9,7 @@ from unbroken.loading.held_data import outline_of_samples
 from unbroken.parts.part import Note
 
 
-class LoaderPositions(Note):
+class LoaderStates(Note):
     """For each loader of the training: the state of the loader or its sampler, and the batch at
     which it was taken. How far training is stands in Lightning's own counters.
 
@@ -41,7 +41,7 @@ class BatchSizes(Note):
 
     name = "batch_sizes"
 
-    def __init__(self, positions: LoaderPositions) -> None:
+    def __init__(self, positions: LoaderStates) -> None:
         self.positions = positions
 
     def take(self, trainer: Trainer) -> list[dict[str, Any]]:

@@ -74,7 +74,7 @@ def clean_counters(fit: dict[str, Any], place: SavePoint, validated: bool) -> No
         place: Where the checkpoint is taken.
         validated: Whether a validation has followed the last batch, which ended an optimizer step.
     """
-    # Lightning's own states of the loaders may be a batch ahead. See LoaderPositions.
+    # Lightning's own states of the loaders may be a batch ahead. See LoaderStates.
     states_of_loaders(fit)
     batches = fit["epoch_loop.batch_progress"]
     validation = fit["epoch_loop.val_loop.batch_progress"]

@@ -8,9 +8,10 @@ from lightning.pytorch import Trainer
 class Part:
     """One thing that a checkpoint keeps, and how a resumed run gets it back.
 
-    All parts are taken at one moment, between two batches: the last one is done with its logging
-    and its validation, and no hook of the next one has been called. For a stop inside a validation
-    that moment is the validation's start, because a resumed run begins the validation again.
+    All parts are taken at one moment, between two batches: the batch before is done with its
+    logging and its validation, and no hook of the next one has been called. For a stop inside a
+    validation that moment is the validation's start, because a resumed run begins the validation
+    again.
 
     A subclass for state that your own code keeps:
 

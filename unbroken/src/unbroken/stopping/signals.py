@@ -6,28 +6,33 @@ It depends on the phase in which the process is (:class:`Phase`):
 | --- | --- | --- | --- |
 | IMPORTS | the start of a command | ends the process at once | (the process has ended) |
 | STARTS | its imports are done, or a script's Trainer sets up | raises Stopped | changes nothing |
-| RUNS | training, a validation or a test begins | is noted: see __init__.py | changes nothing |
-| SAVED | a command of one rank has its last save on the disk | raises Stopped | raises Stopped |
+| RUNS | training, or a validation or test of its own, begins | is noted | changes nothing |
+| SAVED | a command of one rank has its report left to write | raises Stopped | raises Stopped |
 | ENDS | the command is done | ends the process at once | ends the process at once |
+
+What follows when a signal was noted stands in stopping/__init__.py. The sanity check comes before
+training begins: it belongs to STARTS.
 
 ``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase
 from the Trainer's setup on: the run stops before its next batch, and its job is queued again.
-While a save waits for a disk that hangs, no number of signals ends the process; SIGKILL does.
+In RUNS no number of signals ends the process, whatever hangs, such as a disk; SIGKILL does.
 
 Before training has begun there is nothing to save. In a command, where a library does not let a
-signal through, a thread ends the process 1.5 s later (:func:`watch`). Before rank zero ends itself,
-it kills the ranks that it has started, since they would fail without it. In a command, a signal to
-one of them is passed on to rank zero.
+signal through, a thread ends the process 1.5 s later (:func:`watch`), or twice as long in a rank
+that another one has started. Before rank zero ends itself, it kills the ranks that it has started,
+since they would fail without it. In a command, a signal to one of them is passed on to rank zero.
 
 The first signal of a process says how it ends (in ENDS the one that comes); of several ranks, the
-largest request (agreement.py). A script's own handlers are called at every signal; the last
-exception that they raise ends the run, in the place of ``Stopped``, when the step is saved.
+largest request (agreement.py). A script's own handlers are called at every signal. In RUNS the
+last exception that they raise ends the run, in the place of ``Stopped``, when the step is saved; at
+other times it is raised at once.
 
-After the save, a command with one rank is SAVED before it writes report and summary (``train`` in
-``unbroken/run/main_job.py``): a signal then gives both up. With several ranks it stays RUNS to the
-end, since all of them must end together; a signal that comes after the last batch of the test is
-noted, and changes nothing any more. A script is never SAVED: its handlers are its own again in the
-callback's ``teardown`` or ``on_exception`` (:meth:`ScriptSignals.end`).
+A command with one rank is SAVED when its test is done, or when Lightning has ended a run that was
+stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up what is left: report and
+summary, and the rest of the mirror. With several ranks it stays RUNS to the end, since all of them
+must end together; a signal that comes after the last batch of the test is noted, and changes
+nothing any more. A script's handlers are its own again in the callback's ``teardown`` or
+``on_exception`` (:meth:`ScriptSignals.end`).
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """
@@ -232,9 +237,9 @@ def imports_are_done() -> None:
     state.phase = Phase.STARTS
 
 
-def training_begins() -> None:
-    """Called when training begins (after its sanity check), or a validation or test of its own:
-    from now on a signal is noted.
+def note_from_now_on() -> None:
+    """Only note a signal from now on. Called when training begins (after its sanity check), or a
+    validation or test of its own.
     """
     state.phase = Phase.RUNS
     _stop_watching()

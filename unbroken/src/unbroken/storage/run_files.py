@@ -109,8 +109,8 @@ class RunFiles:
         """Save the Trainer's state, as ``add_state`` completes it. Every rank must call it; rank
         zero writes.
 
-        Lightning makes its checkpoint, and ``add_state`` adds to it (:class:`OneSave`). It is made
-        plain. Then it is written, or copied for the thread that writes it.
+        Lightning makes its checkpoint, and ``add_state`` adds to it (:class:`CheckpointMaker`). It
+        is made plain. Then it is written, or copied for the thread that writes it.
 
         A disk that fails is no error here: :attr:`trouble` says so, and a line does. A best that
         it did not take waits in memory, and is written before the next save.
@@ -138,15 +138,15 @@ class RunFiles:
         theirs = trainer.strategy.checkpoint_io
         io = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
         job = WriteJob(io, target, also, when_saved)
-        one_save = OneSave(trainer, add_state)
+        maker = CheckpointMaker(trainer, add_state)
         # Even if the previous save has failed, this one is made: the other ranks wait for it there.
         failure = self._wait_for_previous_save()
         try:
-            checkpoint = one_save.make(target)
+            checkpoint = maker.make(target)
             if checkpoint is not None and failure is None:
                 add_left_out(checkpoint)
                 io.make_plain(checkpoint, restored_by_lightning(trainer))
-                self._begin_to_write(job, one_save.private, checkpoint, flush)
+                self._begin_to_write(job, maker.private, checkpoint, flush)
         except (UserError, NotPlain) as error:
             failure = failure or str(error)
         finally:
@@ -272,7 +272,7 @@ class RunFiles:
             self.let_go()
 
 
-class OneSave(TorchCheckpointIO):
+class CheckpointMaker(TorchCheckpointIO):
     """Lets Lightning make a checkpoint, and takes it in the place of the Trainer's CheckpointIO.
 
     Args:
