@@ -29,6 +29,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torchmetrics import SumMetric
 from unbroken import ExactCheckpoint, Part, Stopped
 from unbroken.checkpoint import ending
 from unbroken.checkpoint.hooks import Hooks
@@ -826,6 +827,87 @@ def test_which_samples_an_epoch_begins_with_does_not_depend_on_whether_one_was_s
         return module.noted
 
     assert trained("r") == trained(None)
+
+
+class DrawsAsItIsSaved(Regression):
+    """Keeps samples of the moment in each checkpoint, as generative models do."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["samples"] = torch.randn(2, 4)
+
+
+class DrawsAsItIsAsked(Callback):
+    """Its state has a random number in it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": random.random()}
+
+
+class Noisy(list[Any]):
+    """Rows, each with noise that is drawn as it is asked for."""
+
+    def __getitem__(self, place: Any) -> Any:
+        x, y = super().__getitem__(place)
+        return x + 0.1 * torch.randn(4), y
+
+
+class ReadsNoisyRows(Regression):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Noisy(rows(40, 0)), 4)
+
+
+@pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_steps": 13}], ids=["whole", "cut"])
+@pytest.mark.parametrize(
+    ("make", "further"),
+    [(DrawsAsItIsSaved, []), (Regression, [DrawsAsItIsAsked]), (ReadsNoisyRows, [])],
+)
+def test_what_a_save_asks_of_the_users_code_leaves_no_trace(
+    make: Any, further: list[Any], limits: dict[str, int], workplace: Path
+) -> None:
+    """Random numbers that are drawn then are not those of the training."""
+
+    def trained(folder: str | None, every: str) -> dict[str, Any]:
+        seed_everything(7, verbose=False)
+        keep = ExactCheckpoint(folder, monitor="val_loss", every=every)
+        trainer = Trainer(
+            accelerator="cpu", callbacks=[keep, *(kind() for kind in further)], logger=False,
+            enable_progress_bar=False, enable_model_summary=False, limit_train_batches=10, **limits,
+        )  # fmt: skip
+        module = make()
+        trainer.fit(module)
+        return module.state_dict() | {"torch": torch.rand(1), "python": random.random()}
+
+    often = trained("often", "1")
+    assert is_same(often, trained("seldom", "1000000"))
+    assert is_same(often, trained(None, "1"))
+
+
+class CountsAtTheEnd(Regression):
+    """Adds to a metric that it has logged, before Lightning computes the epoch's value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.update(1.0)
+        self.log("seen", self.seen, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.seen.update(100.0)
+
+
+@pytest.mark.parametrize("folder", ["r", None])
+def test_hooks_of_the_end_of_an_epoch_that_is_cut_still_add_to_a_metric(
+    folder: str | None, workplace: Path
+) -> None:
+    trainer = Trainer(
+        max_steps=5, accelerator="cpu", callbacks=[ExactCheckpoint(folder)], logger=False,
+        enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0,
+    )  # fmt: skip
+    trainer.fit(CountsAtTheEnd())
+    assert trainer.callback_metrics["seen"] == 105
 
 
 class EndsEarly(Callback):

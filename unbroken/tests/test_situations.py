@@ -112,8 +112,10 @@ def found_differences(one: Path, other: Path, situation: Situation) -> list[str]
                 del mine["data_sets"]["begun"]
                 del mine["validation_samples"]["begun"]
         found += differences(a["run"]["state"], b["run"]["state"], f"{name}:state")
-    if situation.ignores:
-        found = [line for line in found if not any(name in line for name in situation.ignores)]
+    ignores = situation.ignores
+    if (other / "over").exists():
+        ignores += situation.ignores_when_over
+    found = [line for line in found if not any(name in line for name in ignores)]
     rows = [(path / "rows.txt").read_text().splitlines() for path in (one, other)]
     for number, (a, b) in enumerate(zip(*rows, strict=False)):
         if a != b:

@@ -587,6 +587,23 @@ def log_again(
     trainer._logger_connector._first_loop_iter = False
 
 
+@contextmanager
+def as_inside_the_epoch(trainer: Trainer) -> Iterator[None]:
+    """Let a look at the logged values, in the hooks of an epoch's end, compute none of that epoch.
+
+    Lightning computes an epoch's value when it is first asked for, and keeps it. Buys that hooks
+    which come later still add to a metric, and that ranks add up their sums before. Public way
+    missing: nothing tells the latest values without computing.
+    """
+    connector = trainer._logger_connector
+    before = connector._first_loop_iter
+    connector._first_loop_iter = False
+    try:
+        yield
+    finally:
+        connector._first_loop_iter = before
+
+
 def buffers_left_out(part: nn.Module) -> set[str]:
     """The names of a layer's own buffers that its state dict leaves out.
 

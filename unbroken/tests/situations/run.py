@@ -174,6 +174,8 @@ def train(situation: Situation, folder: Path, every: str, event: str, number: in
         "metrics": dict(trainer.callback_metrics) if rank == "0" else {},
     }
     torch.save(end, folder / f"end-{rank}.pt")
+    if keep.engine.restoring.was_over:
+        (folder / "over").touch()
 
 
 def main() -> None:

@@ -28,6 +28,7 @@ class Situation:
         monitor: The metric that best.ckpt follows.
         ranks: How many processes train together.
         ignores: What may differ, by parts of its name: measured times, states without effect.
+        ignores_when_over: The same of a run that has come to its end and is started again.
         shorter: What the Trainer is told at first, so that the run ends and goes on later.
         fits: How often one process calls ``fit``, each time with one more epoch.
     """
@@ -41,6 +42,7 @@ class Situation:
     monitor: str | None
     ranks: int
     ignores: tuple[str, ...]
+    ignores_when_over: tuple[str, ...]
     shorter: Flags
     fits: int
 
@@ -59,6 +61,7 @@ def add(
     monitor: str | None = "val_loss",
     ranks: int = 1,
     ignores: tuple[str, ...] = (),
+    ignores_when_over: tuple[str, ...] = (),
     shorter: Flags | None = None,
     fits: int = 1,
     **flags: Any,
@@ -66,7 +69,18 @@ def add(
     """Put a situation on the list. See :class:`Situation`."""
     assert name not in SITUATIONS, name
     SITUATIONS[name] = Situation(
-        make, flags, callbacks, data, says, is_exact, monitor, ranks, ignores, shorter or {}, fits
+        make,
+        flags,
+        callbacks,
+        data,
+        says,
+        is_exact,
+        monitor,
+        ranks,
+        ignores,
+        ignores_when_over,
+        shorter or {},
+        fits,
     )
 
 

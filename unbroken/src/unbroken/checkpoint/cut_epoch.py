@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from unbroken import lightning_internals
 from unbroken.checkpoint.kept import KeptParts
 from unbroken.checkpoint.noted import (
     EXTRA_STATE,
@@ -16,6 +17,7 @@ from unbroken.checkpoint.noted import (
 )
 from unbroken.checkpoint.snapshot import Snapshot, entries_of_users
 from unbroken.loading.log_steps import SHARDING
+from unbroken.parts.generators import generators_stay
 from unbroken.parts.hyperparameters import plain_groups
 from unbroken.parts.loops import clean_counters
 from unbroken.parts.module import give_plain_buffers
@@ -51,9 +53,11 @@ class CutEpoch:
         self.forget()
         if not is_cut(trainer):
             return
-        self._inside = self._kept.take(trainer, "batch")
-        self._inside.add_entries(trainer)
-        self._entries_of_users = entries_of_users(trainer)
+        with lightning_internals.as_inside_the_epoch(trainer):
+            self._inside = self._kept.take(trainer, "batch")
+        with generators_stay(trainer.strategy.root_device):
+            self._inside.add_entries(trainer)
+            self._entries_of_users = entries_of_users(trainer)
         if not isinstance(trainer.strategy, SHARDING):
             self._weights = SwappedWeights(trainer)
         self._optimizers = OptimizerGroups(trainer)

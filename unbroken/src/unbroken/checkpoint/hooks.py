@@ -161,6 +161,8 @@ class Hooks(Callback):
         if engine.restoring.was_over:
             # fit_ends has called the hooks of an end again. The run is saved already.
             return
+        # A run that is resumed after its end has rank zero's on all ranks.
+        share_buffers(trainer, pl_module, engine.agreement.group)
         engine.following.training_is_over(trainer, engine.agreement.group, engine.own_folder.saves)
         engine.saving.training_ends(trainer)
         engine.restoring.training_ends()

@@ -12,7 +12,7 @@ from unbroken.checkpoint.following import Following
 from unbroken.checkpoint.snapshot import Snapshot
 from unbroken.loading import RunLoaders
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
-from unbroken.parts.generators import RandomGenerators
+from unbroken.parts.generators import RandomGenerators, generators_stay
 from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import BatchSizes, DataSets, LoaderStates, ValidationSamples
 from unbroken.parts.loops import (
@@ -127,15 +127,25 @@ class KeptParts:
         """Every part, as it is now."""
         self._note_whether_epoch_is_over(trainer, place)
         snapshot = Snapshot(place)
-        snapshot.add(trainer, self.all)
+        self._add(snapshot, trainer, self.all)
         return snapshot
+
+    def _add(self, snapshot: Snapshot, trainer: Trainer, parts: Sequence[Part]) -> None:
+        """Take parts. A look draws no random number: code of the user's that is asked for a state
+        may draw, and what a run draws must not depend on when it is saved.
+        """
+        generators = [part for part in parts if isinstance(part, RandomGenerators)]
+        with generators_stay(trainer.strategy.root_device):
+            snapshot.add(trainer, [part for part in parts if part not in generators])
+        snapshot.add(trainer, generators)
 
     def take_before_validation(self, trainer: Trainer) -> Snapshot:
         """What the validation that begins may change."""
         self._note_whether_epoch_is_over(trainer, "validation")
         snapshot = Snapshot("validation")
-        snapshot.add(trainer, [part for part in self.all if part.changes_in_validation])
-        snapshot.add_entries(trainer)
+        self._add(snapshot, trainer, [part for part in self.all if part.changes_in_validation])
+        with generators_stay(trainer.strategy.root_device):
+            snapshot.add_entries(trainer)
         return snapshot
 
     def return_objects_to(self, trainer: Trainer, snapshot: Snapshot) -> None:
@@ -144,7 +154,7 @@ class KeptParts:
 
     def add_unchanged(self, trainer: Trainer, snapshot: Snapshot) -> None:
         """Take the parts that no validation changes, for a stop inside one."""
-        snapshot.add(trainer, [part for part in self.all if not part.changes_in_validation])
+        self._add(snapshot, trainer, [part for part in self.all if not part.changes_in_validation])
 
     def flush(self) -> None:
         """Bring to the disk what parts refer to, before a checkpoint is written."""

@@ -62,6 +62,7 @@ from unbroken.errors import NotSaved, UserError
 from unbroken.loading import RunLoaders
 from unbroken.loading.log_steps import is_optimizer_step
 from unbroken.parts.declared import plain_state
+from unbroken.parts.generators import generators_stay
 from unbroken.parts.loops import BETWEEN_EPOCHS, clean_counters
 from unbroken.stopping.agreement import (
     SAVE_DUE,
@@ -286,16 +287,19 @@ class Saving:
         """
         step = trainer.global_step if save.can_be_resumed else None
         files = self._own_folder.files
-        files.write(
-            trainer,
-            target=files.best if save.is_best else files.last,
-            also=files.last if save.is_best and save.can_be_resumed else None,
-            group=self._agreement.group,
-            add_state=partial(self._put_state_into, trainer, save),
-            add_left_out=partial(self._kept.add_left_out, trainer, save.snapshot),
-            flush=self._kept.flush,
-            when_saved=partial(self._note_saved, step),
-        )
+        # The user's on_save_checkpoint may draw random numbers. A resumed run would draw them once
+        # more, and a run that is saved less often would not draw them.
+        with generators_stay(trainer.strategy.root_device):
+            files.write(
+                trainer,
+                target=files.best if save.is_best else files.last,
+                also=files.last if save.is_best and save.can_be_resumed else None,
+                group=self._agreement.group,
+                add_state=partial(self._put_state_into, trainer, save),
+                add_left_out=partial(self._kept.add_left_out, trainer, save.snapshot),
+                flush=self._kept.flush,
+                when_saved=partial(self._note_saved, step),
+            )
         self._last_save = time.monotonic()
 
     def _put_state_into(

@@ -9,7 +9,8 @@ from unbroken import lightning_internals
 
 
 def share_buffers(trainer: Trainer, module: LightningModule, cpu_group: Any) -> None:
-    """Give all ranks rank zero's buffers before a validation, as a resumed run has them.
+    """Give all ranks rank zero's buffers, as a resumed run has them: before a validation, and at
+    the end of training.
 
     DDP does so before a forward pass, but not while gradients accumulate, and not for averaged
     weights. NCCL takes nothing from the CPU; ``cpu_group`` does.

@@ -8,7 +8,9 @@ that hold the same data tell the same here, and ranks that hold shares do not.
 import math
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from unbroken.loading.samplers import is_stream, samplers_within, source_of
 MOST_ENTRIES = 64
 # Numbers that are looked at of an entry, evenly spaced: each save looks once.
 MOST_NUMBERS = 1024
+# Whose entries lie in memory
+IN_MEMORY: tuple[Any, ...] = (list, tuple, range, Tensor, np.ndarray)
 # A dataset may hold another one, and that one another.
 MOST_DEPTH = 5
 # Numbers that differ by less are the same, as after a computation on another machine.
@@ -69,8 +73,7 @@ def _tell_data(dataset: Any, depth: int) -> Iterator[Any]:
     if depth == 0:
         return
     for value in getattr(dataset, "__dict__", {}).values():
-        parts = value if isinstance(value, (list, tuple)) else [value]
-        for part in parts[:MOST_ENTRIES]:
+        for part in _first_of(value) if isinstance(value, (list, tuple)) else [value]:
             if isinstance(part, data.Dataset) and not is_stream(part):
                 yield from _tell_data(part, depth - 1)
 
@@ -79,23 +82,44 @@ def _tell_entries_of(owner: Any, length: int | None) -> Iterator[Any]:
     """The entries of each attribute that has as many as there are samples."""
     for value in getattr(owner, "__dict__", {}).values():
         # TensorDataset keeps a tuple of tensors.
-        parts = [value, *value] if isinstance(value, tuple) else [value]
-        for part in parts[:MOST_ENTRIES]:
+        parts = [value]
+        if isinstance(value, tuple):
+            parts += _first_of(value)
+        for part in parts:
             if _length_of(part) == length:
                 yield from _tell_entries(part, length)
 
 
 def _tell_entries(values: Any, length: int | None) -> Iterator[Any]:
     """Some entries of what lies in memory: a list, a tensor, an array, a table of pandas."""
-    # A table gives its rows by ``iloc`` alone.
-    rows = getattr(values, "iloc", values)
-    is_in_memory = isinstance(values, (list, tuple, range, Tensor, np.ndarray))
-    if not length or not (is_in_memory or rows is not values):
-        return
     if isinstance(values, Tensor) and values.layout != torch.strided:
         return
-    for place in range(0, length, max(1, length // MOST_ENTRIES)):
-        yield _tell_entry(rows[place], MOST_DEPTH)
+    read = _reader_of(values)
+    if not length or read is None:
+        return
+    # A class of the user's may say another length.
+    with suppress(IndexError):
+        for place in range(0, length, max(1, length // MOST_ENTRIES)):
+            yield _tell_entry(read(place), MOST_DEPTH)
+
+
+def _reader_of(values: Any) -> Callable[[Any], Any] | None:
+    """Reads entries of what lies in memory, or None. A class of the user's that is derived from a
+    list, say, may compute its entries, and is not asked.
+    """
+    for kind in IN_MEMORY:
+        if isinstance(values, kind):
+            return partial(kind.__getitem__, values)
+    # A table gives its rows by ``iloc`` alone.
+    rows = getattr(values, "iloc", None)
+    return None if rows is None else rows.__getitem__
+
+
+def _first_of(values: list[Any] | tuple[Any, ...]) -> Sequence[Any]:
+    """Some of what a list or tuple holds, from its beginning."""
+    kind: Any = list if isinstance(values, list) else tuple
+    some: Sequence[Any] = kind.__getitem__(values, slice(MOST_ENTRIES))
+    return some
 
 
 def _tell_entry(entry: Any, depth: int) -> Any:
@@ -116,9 +140,9 @@ def _tell_entry(entry: Any, depth: int) -> Any:
         # A row of pandas.
         entry = entry.tolist()
     if isinstance(entry, dict):
-        entry = list(entry.values())
+        entry = list(dict.values(entry))
     if isinstance(entry, (list, tuple)) and depth > 0:
-        return [_tell_entry(value, depth - 1) for value in entry[:MOST_ENTRIES]]
+        return [_tell_entry(value, depth - 1) for value in _first_of(entry)]
     return type(entry).__qualname__
 
 

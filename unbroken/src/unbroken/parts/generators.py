@@ -1,6 +1,8 @@
 """The generators of random numbers."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -48,6 +50,16 @@ class OwnGenerators:
             kind, state = value.get(path, ("none", None))
             if kind == type(generator).__name__:
                 restore(generator, state)
+
+
+@contextmanager
+def generators_stay(device: torch.device) -> Iterator[None]:
+    """Put all generators back at the end of the block."""
+    before = random_state(device)
+    try:
+        yield
+    finally:
+        restore_random_state(before, device)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
