@@ -136,7 +136,7 @@ add(
 )
 add("learning_rate_monitor", Task, callbacks=lambda: [LearningRateMonitor("step", True, True)])
 add("learning_rate_monitor_of_epochs", Task, callbacks=lambda: [LearningRateMonitor("epoch")])
-add("timer", Task, callbacks=lambda: [Timer("00:01:00:00")], ignores=("callbacks"))
+add("timer", Task, callbacks=lambda: [Timer("00:01:00:00")], ignores=("callbacks",))
 add("lambda_callback", Task, callbacks=lambda: [LambdaCallback()])
 theirs = ("_path", "dirpath", "best_k_models")
 add(
