@@ -278,6 +278,9 @@ def test_a_small_loss_keeps_its_digits_in_the_lines_of_a_run(
     facts.best_epoch = 0
     facts.metrics = {"test/loss": 5.678e-05, "test/accuracy": 0.25}
     told = closing_lines(facts, tmp_path)
+    assert "next:" not in told
+    look = "  tensorboard --logdir r/tensorboard"
+    assert closing_lines(facts, tmp_path, further=[look]) == f"{told}\nnext:\n{look}"
     assert "test/loss 5.68e-05   test/accuracy 0.2500" in told
     assert "val/loss  3.04e-05   (best, epoch 1 of 1)" in told
 
@@ -339,7 +342,7 @@ def test_a_finished_run_stays_as_it_is_where_a_new_start_leaves_no_step(
     for option, limit in [("--max_epochs", 1), ("--max_steps", steps)]:
         assert entry.exit_code(fit.main, [*arguments, option, str(limit)]) == 2
         told = capsys.readouterr().err
-        assert f"run a has trained as long as it should. Raise {option}." in told
+        assert f"{option} must be more than run a has trained already, got {limit}." in told
     assert entry.exit_code(fit.main, [*arguments, "--max_time", "2h"]) == 2
     assert "duration='2h'" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in Path("checkpoints/a").iterdir()} == before

@@ -447,6 +447,12 @@ def test_a_report_that_fails_is_one_warning_and_no_failed_run(
     assert summary(tmp_path / "r")["test/accuracy"] > 0.1
 
 
+def test_the_page_says_what_resumes_have_changed() -> None:
+    change = "step 20: model.lr: 0.1 → 0.02"
+    assert f"Changed at a resume {change}" in text_of(page.render(record_of(resumed_with=[change])))
+    assert "Changed at a resume" not in page.render(record_of())
+
+
 class Ended:
     """Stands in for a Trainer: the report asks it nothing."""
 

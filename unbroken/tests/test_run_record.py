@@ -20,6 +20,8 @@ from unbroken.monitors import LogLastStep, MemorySnapshot, SlowPrecision, TestPr
 from unbroken.monitors.monitor import Monitor
 from unbroken.report import Report
 from unbroken.results import facts
+from unbroken.results.facts import summarize
+from unbroken.results.run_result import RunResult
 from unbroken.run import RunTimer, WrongNumbers, run_record
 from unbroken.run.run_record import RunRecord
 
@@ -137,7 +139,11 @@ def test_the_configuration_says_what_every_resume_has_changed(folder: Path) -> N
         trainer.fit(Typed(), Numbers(), ckpt_path=path, weights_only=True)
         path = folder / "last.ckpt"
     lines = (folder / "config.yaml").read_text().splitlines()
-    assert lines[1:3] == [f"# step 4: {changed[1][0]}", f"# step 12: {changed[3][0]}"]
+    said = [f"step 4: {changed[1][0]}", f"step 12: {changed[3][0]}"]
+    assert lines[1:3] == [f"# {line}" for line in said]
+    summary = summarize(trainer, "r", CODE, finished=True)
+    record.add_facts(trainer, RunResult(summary, config=""))
+    assert summary.to_plain()["resumed_with"] == said
     assert yaml.safe_load("\n".join(lines)) == CONFIG
 
 

@@ -61,6 +61,8 @@ class Summary:
     digest: str | None = None  # the end of the chain of digests
     # The optimizer steps at which a resumed run went on with the chain
     digest_resumed_at: list[int] | None = None
+    # A line for each setting that a resume has changed, such as "step 20: model.lr: 0.1 → 0.02"
+    resumed_with: list[str] | None = None
     # What the closing lines warn of, a sentence each
     notes: list[str] = field(default_factory=list)
     # val/* of the best epoch, test/*, throughput/*, memory/*

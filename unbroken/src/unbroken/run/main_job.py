@@ -66,7 +66,8 @@ def main(program: Program, build: Build, argv: list[str]) -> int:
     has_other_limit = any(line.startswith("trainer.max_") for line in run.changes)
     if has_other_limit and run.reached is not None:
         raise UserError(
-            f"--ckpt_path: run {run.name} has trained as long as it should. Raise --{run.reached}."
+            f"--{run.reached} must be more than run {run.name} has trained already, got"
+            f" {config.trainer[run.reached]}."
         )
     if run.finished and not has_other_limit:
         shown = os.path.relpath(run.folder)
@@ -88,9 +89,8 @@ def main(program: Program, build: Build, argv: list[str]) -> int:
             train_in(run.elsewhere(elsewhere), config, build)
         return 0
     result = train_in(run, config, build)
-    say(closing_lines(result.summary, run.folder, *next_commands(config)))
-    say(*sync_command(run.folder))
-    say(*commands_to_look(config, run.folder))
+    ways_to_look = [*sync_command(run.folder), *commands_to_look(config, run.folder)]
+    say(closing_lines(result.summary, run.folder, *next_commands(config), further=ways_to_look))
     return exit_code_of(run, config)
 
 

@@ -332,13 +332,16 @@ def typed_torchrun(module: str) -> list[str]:
     return ["torchrun", "--nproc_per_node", local]
 
 
-def closing_lines(summary: Summary, folder: Path, *commands: str) -> str:
+def closing_lines(
+    summary: Summary, folder: Path, *commands: str, further: Sequence[str] = ()
+) -> str:
     """What is printed at the end of a run.
 
     Args:
         summary: What the run has reached.
         folder: The run's folder.
         commands: The commands that its best checkpoint can be used with.
+        further: Lines with other commands.
     """
     shown = shlex.quote(os.path.relpath(folder))
     tests = []
@@ -355,10 +358,11 @@ def closing_lines(summary: Summary, folder: Path, *commands: str) -> str:
     sentences = [_time_line(summary), summary.advice or "", *summary.notes]
     lines += [sentence for sentence in sentences if sentence]
     lines.append(f"everything in {shown}/")
-    if commands and (folder / "best.ckpt").exists():
-        lines.append("next:")
-        for command in commands:
-            lines.append(f"  {command} --ckpt_path {shown}/best.ckpt")
+    of_best: list[str] = []
+    if (folder / "best.ckpt").exists():
+        of_best = [f"  {command} --ckpt_path {shown}/best.ckpt" for command in commands]
+    if of_best or further:
+        lines += ["next:", *of_best, *further]
     return "\n".join(lines)
 
 

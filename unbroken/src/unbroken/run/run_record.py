@@ -144,7 +144,8 @@ class RunRecord(Callback):
         self._validation = (trainer.global_step, dict(trainer.callback_metrics))
 
     def add_facts(self, trainer: Trainer, result: RunResult) -> None:
-        """Note that the folder was deleted."""
+        """Note which settings resumes have changed, and that the folder was deleted."""
+        result.summary.resumed_with = self.facts["resumed_with"] or None
         if self.deleted_in is not None:
             result.summary.notes.append(_deleted(self.deleted_in))
 
