@@ -11,12 +11,15 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, Trainer, seed_everything
@@ -29,7 +32,7 @@ from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
-from torchmetrics import SumMetric
+from torchmetrics import Metric, SumMetric
 from unbroken import ExactCheckpoint, Part, Stopped
 from unbroken.checkpoint import ending
 from unbroken.checkpoint.hooks import Hooks
@@ -38,6 +41,7 @@ from unbroken.lightning_internals import EMPTY_HOOKS
 from unbroken.storage import run_files
 from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 from unbroken.storage.files import NotWritten
+from unbroken.tasks import SupervisedModule
 from unbroken.tensors.same_values import is_same
 
 from tests.commands import (
@@ -856,10 +860,82 @@ class ReadsNoisyRows(Regression):
         return DataLoader(Noisy(rows(40, 0)), 4)
 
 
+class DrawsFromItsOwn(Regression):
+    """Chooses what is kept in a checkpoint by the generator of its augmentation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + self.generator.random())
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["shown"] = int(self.generator.integers(32))
+
+
+class Shuffled(list[float]):
+    """Gives its entries in an order by chance."""
+
+    def __iter__(self) -> Iterator[float]:
+        places = torch.randperm(len(self)).tolist()
+        return iter([self[place] for place in places])
+
+
+class HoldsShuffled(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = Shuffled([1.0, 2.0, 3.0])
+
+
+class BeginsAsItIsAsked:
+    """As torchdata's loader: to ask for a state where no iteration is on begins one, which the next
+    ``iter`` takes over. It cannot be copied, so nobody can try whether its state is exact.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.left: list[int] = []
+        self.is_begun = False
+
+    def begin(self) -> list[int]:
+        self.left = torch.randperm(10).tolist()
+        return self.left
+
+    def __iter__(self) -> Iterator[Any]:
+        left = self.left if self.is_begun else self.begin()
+        self.is_begun = False
+        while left:
+            number = left.pop()
+            yield torch.full((4, 4), number / 10), torch.full((4, 1), number / 10)
+
+    def state_dict(self) -> dict[str, Any]:
+        if not self.left:
+            self.begin()
+            self.is_begun = True
+        return {"left": self.left}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.left = state["left"]
+        self.is_begun = True
+
+
+class ReadsOneThatBegins(Regression):
+    def train_dataloader(self) -> Any:
+        return BeginsAsItIsAsked()
+
+
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_steps": 13}], ids=["whole", "cut"])
 @pytest.mark.parametrize(
     ("make", "further"),
-    [(DrawsAsItIsSaved, []), (Regression, [DrawsAsItIsAsked]), (ReadsNoisyRows, [])],
+    [
+        (DrawsAsItIsSaved, []),
+        (Regression, [DrawsAsItIsAsked]),
+        (ReadsNoisyRows, []),
+        (DrawsFromItsOwn, []),
+        (HoldsShuffled, []),
+        (ReadsOneThatBegins, []),
+    ],
 )
 def test_what_a_save_asks_of_the_users_code_leaves_no_trace(
     make: Any, further: list[Any], limits: dict[str, int], workplace: Path
@@ -880,6 +956,53 @@ def test_what_a_save_asks_of_the_users_code_leaves_no_trace(
     often = trained("often", "1")
     assert is_same(often, trained("seldom", "1000000"))
     assert is_same(often, trained(None, "1"))
+
+
+class MeanOfUpdates(Metric):
+    """Counts its updates, as a mean of batch means does, and draws a random number in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), "sum")
+        self.add_state("updates", torch.tensor(0), "sum")
+
+    def update(self, predictions: Tensor, targets: Tensor) -> None:
+        self.total += (predictions - targets).square().mean() + torch.rand(())
+        self.updates += 1
+
+    def compute(self) -> Tensor:
+        return self.total / self.updates
+
+
+class Supervised(SupervisedModule):
+    """Counts its training batches together, some at a time."""
+
+    def __init__(self) -> None:
+        net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1))
+        super().__init__(net, loss="MSELoss", metrics={"updates": MeanOfUpdates()})
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(90, 0), 4, shuffle=True)
+
+
+def test_which_batches_are_counted_together_does_not_depend_on_the_saves(workplace: Path) -> None:
+    def trained(folder: str | None, every: str, *further: Callback) -> dict[str, Any]:
+        seed_everything(7, verbose=False)
+        keep = ExactCheckpoint(folder, every=every)
+        module = Supervised()
+        trainer = Trainer(
+            accelerator="cpu", callbacks=[keep, *further], logger=False, max_epochs=2,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, ckpt_path=keep.resume_from)
+        return {**module.state_dict(), "metric": trainer.callback_metrics["train/updates"]}
+
+    never = trained(None, "1")
+    assert is_same(trained("often", "1"), never)
+    assert is_same(trained("seldom", "7"), never)
+    with pytest.raises(RuntimeError, match="died"):
+        trained("killed", "7", Dies(31))
+    assert is_same(trained("killed", "7"), never)
 
 
 class CountsAtTheEnd(Regression):
@@ -940,6 +1063,7 @@ def test_a_stop_in_the_validation_that_an_early_end_has_asked_for_repeats_it(
 
 VALIDATES = """
 import sys
+import threading
 from lightning.pytorch import Trainer, seed_everything
 from unbroken import ExactCheckpoint
 from tests.plain_module import Regression

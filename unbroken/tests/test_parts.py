@@ -39,6 +39,7 @@ from unbroken.parts.rows import MetricRows
 from unbroken.parts.undeclared.attributes import PlainAttributes
 from unbroken.parts.undeclared.modules import HiddenModules
 from unbroken.parts.undeclared.not_kept import NotKept
+from unbroken.parts.users_objects import UsersObjects
 from unbroken.storage.contents import RUN_KEY
 from unbroken.storage.savable import made_plain
 from unbroken.storage.weights import make_room_for_buffers
@@ -86,7 +87,7 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     own = MetricRows(SimpleNamespace())  # type: ignore[arg-type]
     parts = KeptParts(RunLoaders(0), Following(Best()), [own], undeclared=True).all
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 27
+    assert len(names) == len(set(names)) == 28
     assert isinstance(parts[-1], RandomGenerators)
 
 
@@ -123,10 +124,18 @@ def test_generators_that_a_module_and_a_callback_hold(
         return [noise.item(), trainer.lightning_module.helper.draw.uniform(0, 1)]
 
     draw(one)
-    torch.save(OwnGenerators().take(held(one)), tmp_path / "state.pt")
+    torch.save(own_generators_of(one).take(one), tmp_path / "state.pt")
     expected = draw(one)
-    OwnGenerators().give_back(held(other), torch.load(tmp_path / "state.pt", weights_only=True))
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    own_generators_of(other).give_back(other, saved)
     assert draw(other) == expected
+
+
+def own_generators_of(trainer: Trainer) -> OwnGenerators:
+    """The part, after a walk over what the user's objects hold."""
+    objects = UsersObjects()
+    objects.fit_starts(trainer)
+    return OwnGenerators(objects)
 
 
 class InSlots:
@@ -150,9 +159,9 @@ def test_generators_in_a_slot_or_a_queue_and_those_that_draw_bits_alone(
         return [slot.draw.random(), bits.random_raw(), generator.random()]
 
     draw(one)
-    state = OwnGenerators().take(held(one))
+    state = own_generators_of(one).take(one)
     expected = draw(one)
-    OwnGenerators().give_back(held(other), state)
+    own_generators_of(other).give_back(other, state)
     assert draw(other) == expected
     there = generators_in(other.lightning_module.helper)
     seed_them(there, 1)
@@ -179,7 +188,7 @@ def test_generators_of_callbacks_in_this_package_are_found_by_class(
     for callback in one.callbacks[-2:]:  # type: ignore[attr-defined]
         expected.append(callback.draw.random())
         callback.draw.seed(len(expected))
-    OwnGenerators().give_back(held(other), OwnGenerators().take(held(one)))
+    own_generators_of(other).give_back(other, own_generators_of(one).take(one))
     drawn = [callback.draw.random() for callback in other.callbacks[-2:]]  # type: ignore[attr-defined]
     assert drawn == [random.Random(1).random(), random.Random(2).random()]
 

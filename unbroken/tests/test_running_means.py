@@ -14,7 +14,7 @@ from torch import Tensor
 from unbroken.parts.held import held_by_users
 from unbroken.parts.metrics import ModuleSums
 from unbroken.tasks import RunningMeans, is_right
-from unbroken.tasks.running_sums import MOST_BATCHES
+from unbroken.tasks.waiting_batches import MOST_BATCHES
 
 
 def values(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -69,9 +69,9 @@ def test_batches_wait_and_are_measured_together() -> None:
     means = means_on()
     for number in range(2 * MOST_BATCHES + 3):
         add(means, float(number), 0.0)
-        assert len(means.window) < MOST_BATCHES
+        assert len(means.waiting) < MOST_BATCHES
     add(means, 7.0)  # the last of an epoch is smaller
-    assert len(means.window) == 1
+    assert len(means.waiting) == 1
     total = sum(range(2 * MOST_BATCHES + 3)) + 7
     expected = pytest.approx(total / (4 * MOST_BATCHES + 7), rel=1e-6)
     assert float(means.of_epoch("")["loss"]) == expected

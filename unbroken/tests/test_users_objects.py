@@ -552,7 +552,7 @@ def test_undeclared_state_can_be_left_out_and_is_told_then(
     module.boost = 4.0
     module.averages[0].update(1.0)  # type: ignore[attr-defined]
     value = saved(part, trainer)
-    assert set(value) == {"declared", "generators", "set_by_epochs"}
+    assert set(value) == {"declared", "set_by_epochs"}
     assert value["declared"]["module.averages.0"]["value"].tolist() == [1, 1]
     assert "module.boost changes in training, and undeclared=False" in told(capsys)
 

@@ -17,7 +17,6 @@ from unbroken.checkpoint.noted import (
 )
 from unbroken.checkpoint.snapshot import Snapshot, entries_of_users
 from unbroken.loading.log_steps import SHARDING
-from unbroken.parts.generators import generators_stay
 from unbroken.parts.hyperparameters import plain_groups
 from unbroken.parts.loops import clean_counters
 from unbroken.parts.module import give_plain_buffers
@@ -55,14 +54,14 @@ class CutEpoch:
             return
         with lightning_internals.as_inside_the_epoch(trainer):
             self._inside = self._kept.take(trainer, "batch")
-        with generators_stay(trainer.strategy.root_device):
+        with self._kept.without_a_trace(trainer):
             self._inside.add_entries(trainer)
             self._entries_of_users = entries_of_users(trainer)
+            loops = trainer.fit_loop.state_dict()
         if not isinstance(trainer.strategy, SHARDING):
             self._weights = SwappedWeights(trainer)
         self._optimizers = OptimizerGroups(trainer)
         self._schedules = Schedules(trainer)
-        loops = trainer.fit_loop.state_dict()
         # Lightning has counted the epoch as processed by now.
         for counters in loops["epoch_progress"].values():
             counters["processed"] -= 1

@@ -4,15 +4,22 @@ start, and how they are taken.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from unbroken.checkpoint.following import Following
 from unbroken.checkpoint.snapshot import Snapshot
 from unbroken.loading import RunLoaders
+from unbroken.loading.own_generators import restore, state_of
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
-from unbroken.parts.generators import RandomGenerators, generators_stay
+from unbroken.parts.generators import (
+    OwnGenerators,
+    RandomGenerators,
+    random_state,
+    restore_random_state,
+)
 from unbroken.parts.hyperparameters import StartingHyperparameters
 from unbroken.parts.loaders import BatchSizes, DataSets, LoaderStates, ValidationSamples
 from unbroken.parts.loops import (
@@ -72,6 +79,7 @@ class KeptParts:
         self.buffers = PlainBuffers()
         self.settings = TrainerSettings()
         self.objects = UsersObjects(undeclared)
+        self._generators: list[Part] = [OwnGenerators(self.objects), RandomGenerators()]
         self.was_validated = WasValidated()
         self._loading = loading
         self._positions = LoaderStates(loading)
@@ -110,7 +118,7 @@ class KeptParts:
             *further,
             # The generators come last of those in memory: to give back another part may draw a
             # random number.
-            RandomGenerators(),
+            *self._generators,
         ]
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
@@ -131,26 +139,44 @@ class KeptParts:
         return snapshot
 
     def _add(self, snapshot: Snapshot, trainer: Trainer, parts: Sequence[Part]) -> None:
-        """Take parts. A look draws no random number: code of the user's that is asked for a state
-        may draw, and what a run draws must not depend on when it is saved.
+        """Take parts, those of the generators last: they have been put back by then."""
+        with self.without_a_trace(trainer):
+            snapshot.add(trainer, [part for part in parts if part not in self._generators])
+        snapshot.add(trainer, [part for part in parts if part in self._generators])
+
+    @contextmanager
+    def without_a_trace(self, trainer: Trainer) -> Iterator[None]:
+        """Inside, the user's code may be asked for states, and training goes on as if it had not
+        been: a run that is saved less often, or is resumed, is the same run.
+
+        Random numbers that are drawn are put back. Lightning asks no loader for its state: some
+        begin an iteration as they are asked, and the engine keeps the states of its own.
         """
-        generators = [part for part in parts if isinstance(part, RandomGenerators)]
-        with generators_stay(trainer.strategy.root_device):
-            snapshot.add(trainer, [part for part in parts if part not in generators])
-        snapshot.add(trainer, generators)
+        device = trainer.strategy.root_device
+        before = random_state(device)
+        own = [(each, state_of(each)) for each in self.objects.generators.values()]
+        try:
+            with self._loading.unasked():
+                yield
+        finally:
+            for generator, state in own:
+                restore(generator, state)
+            restore_random_state(before, device)
 
     def take_before_validation(self, trainer: Trainer) -> Snapshot:
         """What the validation that begins may change."""
         self._note_whether_epoch_is_over(trainer, "validation")
         snapshot = Snapshot("validation")
         self._add(snapshot, trainer, [part for part in self.all if part.changes_in_validation])
-        with generators_stay(trainer.strategy.root_device):
+        with self.without_a_trace(trainer):
             snapshot.add_entries(trainer)
         return snapshot
 
     def return_objects_to(self, trainer: Trainer, snapshot: Snapshot) -> None:
         """Let what the user's objects hold be as it was at a snapshot."""
         self.objects.return_to(trainer, snapshot.mine[self.objects.name])
+        for part in self._generators:
+            part.give_back(trainer, snapshot.mine[part.name])
 
     def add_unchanged(self, trainer: Trainer, snapshot: Snapshot) -> None:
         """Take the parts that no validation changes, for a stop inside one."""

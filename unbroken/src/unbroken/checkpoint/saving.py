@@ -62,7 +62,6 @@ from unbroken.errors import NotSaved, UserError
 from unbroken.loading import RunLoaders
 from unbroken.loading.log_steps import is_optimizer_step
 from unbroken.parts.declared import plain_state
-from unbroken.parts.generators import generators_stay
 from unbroken.parts.loops import BETWEEN_EPOCHS, clean_counters
 from unbroken.stopping.agreement import (
     SAVE_DUE,
@@ -287,9 +286,7 @@ class Saving:
         """
         step = trainer.global_step if save.can_be_resumed else None
         files = self._own_folder.files
-        # The user's on_save_checkpoint may draw random numbers. A resumed run would draw them once
-        # more, and a run that is saved less often would not draw them.
-        with generators_stay(trainer.strategy.root_device):
+        with self._kept.without_a_trace(trainer):
             files.write(
                 trainer,
                 target=files.best if save.is_best else files.last,

@@ -8,7 +8,7 @@ they go stands in :mod:`unbroken.holding.bounds`.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -24,6 +24,8 @@ OF_EVERY_MODULE = {*vars(LightningModule()), *vars(LightningDataModule())}
 LEAVES = (type(None), bool, int, float, complex, str, bytes)
 ROWS = (list, tuple, deque)
 CONTAINERS = (dict, *ROWS)
+# Of these a container is one. An OrderedDict keeps an order of its own.
+BUILTINS = (OrderedDict, *CONTAINERS)
 # Nothing of the user's is looked for in these.
 FUNCTIONS = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 CLOSED = (*LEAVES, *FUNCTIONS, Tensor, np.ndarray, Trainer)
@@ -79,16 +81,26 @@ def walk(
 
 def held_by(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object holds, each with a name: entries of a list or dictionary, else attributes."""
-    if isinstance(value, dict):
-        if len(value) <= LONGEST:
-            yield from (
-                (label(key, place), each) for place, (key, each) in enumerate(value.items())
-            )
-    elif isinstance(value, ROWS):
-        if len(value) <= LONGEST:
-            yield from ((str(place), each) for place, each in enumerate(value))
-    else:
+    if not isinstance(value, CONTAINERS):
         yield from attributes_of(value)
+    elif base_class_of(value).__len__(value) <= LONGEST:
+        for place, (key, each) in enumerate(entries_of(value)):
+            yield label(key, place), each
+
+
+def entries_of(value: Any) -> Iterator[tuple[Any, Any]]:
+    """The entries of a list, dictionary or the like, each with its key or place.
+
+    Methods of the builtin class are called. One that is derived from it may compute entries as it
+    is asked for them, and draw random numbers or count.
+    """
+    kind = base_class_of(value)
+    return iter(kind.items(value)) if isinstance(value, dict) else enumerate(kind.__iter__(value))
+
+
+def base_class_of(value: Any) -> Any:
+    """The builtin class of a list, dictionary or the like."""
+    return next(kind for kind in BUILTINS if isinstance(value, kind))
 
 
 def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:

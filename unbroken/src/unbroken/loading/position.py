@@ -62,6 +62,8 @@ class LoaderPosition:
         self.finished = False
         # Whether a further pass of the same epoch goes on counting, in another order.
         self.cycles = False
+        # Whether Lightning gets the loader's state as it makes a checkpoint.
+        self.is_asked = True
         # The state of ``stateful`` after so many batches of this epoch.
         self.states: dict[int, Any] = {}
 

@@ -1,6 +1,7 @@
 """Puts exact loaders in the place of a run's own, and puts them where training starts."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
 from typing import Any
 
@@ -201,6 +202,17 @@ class RunLoaders:
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
         for position in self.positions:
             position.end_epoch(done)
+
+    @contextmanager
+    def unasked(self) -> Iterator[None]:
+        """Inside, Lightning finds no states of loaders."""
+        for position in self.positions:
+            position.is_asked = False
+        try:
+            yield
+        finally:
+            for position in self.positions:
+                position.is_asked = True
 
     def cut_again(self, kept: Sequence[dict[str, Any]]) -> None:
         """Let the training's loaders cut their batches as a checkpoint has it.

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import data
 from torch.utils.data import DataLoader, DistributedSampler
 from unbroken import contract
+from unbroken.holding.walk import entries_of
 from unbroken.lightning_internals import makes_its_own_iterator
 
 # These draw from torch's generator only, which is seeded here.
@@ -152,7 +153,7 @@ def samplers_within(source: Any) -> Iterator[Any]:
         yield sampler
         for value in getattr(sampler, "__dict__", {}).values():
             is_list = isinstance(value, (list, tuple)) and len(value) <= MOST_SAMPLERS_IN_A_LIST
-            candidates = value if is_list else [value]
+            candidates = [each for _, each in entries_of(value)] if is_list else [value]
             waiting += [each for each in candidates if _is_sampler(each)]
 
 

@@ -307,6 +307,8 @@ class StatefulLiveLoader(LiveLoader):
     def state_dict(self) -> Any:
         """The loader's state after the batches that training has taken."""
         position = self.exact_position
+        if not position.is_asked:
+            return {}
         if position.stateful is None or position.batches_now is None:
             with isolate_rng(include_cuda=False):
                 return position.loader.state_dict()

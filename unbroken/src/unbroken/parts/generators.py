@@ -1,16 +1,14 @@
 """The generators of random numbers."""
 
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
 from unbroken.loading.own_generators import restore, state_of
-from unbroken.parts.held import Held
 from unbroken.parts.part import Part
+from unbroken.parts.users_objects import UsersObjects
 
 
 class RandomGenerators(Part):
@@ -33,33 +31,31 @@ class RandomGenerators(Part):
             restore_random_state(value, device)
 
 
-class OwnGenerators:
+class OwnGenerators(Part):
     """Generators that the module, the data module and the user's callbacks hold in their
     attributes.
+
+    Args:
+        objects: Who finds them.
     """
 
-    def take(self, held: Held) -> dict[str, Any]:
-        """The states of all that there are, by name, each with the kind of its generator."""
-        found = held.generators
-        kinds = {path: type(generator).__name__ for path, generator in found.items()}
-        return {path: [kinds[path], state_of(found[path])] for path in found}
+    name = "own_generators"
+    is_read_after_training = True
 
-    def give_back(self, held: Held, value: dict[str, Any]) -> None:
+    def __init__(self, objects: UsersObjects) -> None:
+        self._objects = objects
+
+    def take(self, trainer: Trainer) -> dict[str, Any]:
+        """The states of all that there are, by name, each with the kind of its generator."""
+        found = self._objects.generators
+        return {path: [type(each).__name__, state_of(each)] for path, each in found.items()}
+
+    def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
         """Put those back that are of the same kind."""
-        for path, generator in held.generators.items():
+        for path, generator in self._objects.generators.items():
             kind, state = value.get(path, ("none", None))
             if kind == type(generator).__name__:
                 restore(generator, state)
-
-
-@contextmanager
-def generators_stay(device: torch.device) -> Iterator[None]:
-    """Put all generators back at the end of the block."""
-    before = random_state(device)
-    try:
-        yield
-    finally:
-        restore_random_state(before, device)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -8,8 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from unbroken.parts.declared import DeclaredStates
-from unbroken.parts.generators import OwnGenerators
-from unbroken.parts.held import held_by_users
+from unbroken.parts.held import Held, held_by_users
 from unbroken.parts.part import Part
 from unbroken.parts.replaced import Replaced
 from unbroken.parts.shapes import Shapes
@@ -23,12 +22,16 @@ class UsersObjects(Part):
     """What the module, the data module, optimizers, schedules and the user's callbacks hold.
 
     Whatever has ``state_dict`` and ``load_state_dict`` comes first: it is kept wherever it is held.
-    Generators of random numbers follow. State that nobody has declared is kept where it is plain.
-    What changes and cannot be kept is told by name, before a run is resumed without it.
+    State that nobody has declared is kept where it is plain. What changes and cannot be kept is
+    told by name, before a run is resumed without it.
 
     Args:
         undeclared: Whether plain attributes and modules that are no layers are kept, too. If not,
             those that change are told.
+
+    Attributes:
+        generators: The generators of random numbers that the latest walk has found, by name. Their
+            states are of :class:`unbroken.parts.generators.OwnGenerators`.
     """
 
     name = "objects"
@@ -40,32 +43,38 @@ class UsersObjects(Part):
         self.declared = DeclaredStates()
         self.attributes = PlainAttributes()
         self.modules = HiddenModules()
-        self.generators = OwnGenerators()
+        self.generators: dict[str, Any] = {}
         self.not_kept = NotKept()
         self.shapes = Shapes()
         self.replaced = Replaced()
         # The epoch whose start's hooks are over
         self._epoch: int | None = None
 
+    def _look(self, trainer: Trainer) -> Held:
+        """Go over what they hold, as it is now."""
+        held = held_by_users(trainer)
+        self.generators = held.generators
+        return held
+
     # What is noted at a start
 
     def fit_starts(self, trainer: Trainer) -> None:
         """Note what the start has made, before states are loaded into it."""
-        held = held_by_users(trainer)
+        held = self._look(trainer)
         self.shapes.begin(trainer, held)
         self.declared.begin(held, trainer.optimizers)
 
     def check_begins(self, trainer: Trainer) -> None:
         """A resumed run has no sanity check. So what it changes belongs to the state."""
-        self.attributes.check_begins(held_by_users(trainer))
+        self.attributes.check_begins(self._look(trainer))
 
     def check_ends(self, trainer: Trainer) -> None:
         """Note what the sanity check has changed."""
-        self.attributes.check_ends(held_by_users(trainer))
+        self.attributes.check_ends(self._look(trainer))
 
     def begin(self, trainer: Trainer) -> None:
         """Note what there is when training starts, after all start-up hooks."""
-        held = held_by_users(trainer)
+        held = self._look(trainer)
         self.attributes.begin(held)
         self.modules.begin(held, trainer.lightning_module)
         self.not_kept.begin(held)
@@ -75,12 +84,12 @@ class UsersObjects(Part):
         """Before an epoch's first batch, note what the hooks of its start have set."""
         if trainer.current_epoch != self._epoch:
             self._epoch = trainer.current_epoch
-            self.not_kept.epoch_begins(held_by_users(trainer))
+            self.not_kept.epoch_begins(self._look(trainer))
 
     # What is kept
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
-        held = held_by_users(trainer)
+        held = self._look(trainer)
         states, left_out = self.declared.take(held)
         attributes = self.attributes.take(held)
         modules = self.modules.take(held, trainer.lightning_module)
@@ -90,7 +99,7 @@ class UsersObjects(Part):
             *self.not_kept.lines(held),
             *self.not_kept.lines_of_states(left_out),
         ]
-        taken: dict[str, Any] = {"declared": states, "generators": self.generators.take(held)}
+        taken: dict[str, Any] = {"declared": states}
         taken["set_by_epochs"] = self.not_kept.set_by_epochs(held)
         if self.keeps_undeclared:
             attributes = without_halves(held, attributes, self.not_kept.packages)
@@ -112,7 +121,7 @@ class UsersObjects(Part):
         module = trainer.lightning_module
         if data is None and is_overridden("train_dataloader", module):
             makers.append("module.")
-        held = held_by_users(trainer)
+        held = self._look(trainer)
         device = trainer.strategy.root_device
         attributes = value.get("attributes", {})
         names = [name for name in attributes if name.startswith(tuple(makers))]
@@ -122,28 +131,28 @@ class UsersObjects(Part):
         states = value.get("declared", {})
         early = {name: states[name] for name in states if name.startswith(tuple(makers))}
         # What cannot be loaded yet is loaded later.
-        self.declared.give_back(held_by_users(trainer), early, device)
+        self.declared.give_back(self._look(trainer), early, device)
 
     def lines_of_epochs_start(self, trainer: Trainer, value: Mapping[str, Any]) -> list[str]:
         """A line for what the hooks of an epoch's start have set to something else than before the
         save, where nobody keeps it.
         """
-        held = held_by_users(trainer)
+        held = self._look(trainer)
         return self.not_kept.lines_of_set_by_epochs(held, value.get("set_by_epochs", {}))
 
     def undo(self, trainer: Trainer) -> None:
         """Put back what hooks of an epoch's start have changed, which are called again."""
-        self.attributes.undo(held_by_users(trainer), trainer.strategy.root_device)
+        self.attributes.undo(self._look(trainer), trainer.strategy.root_device)
 
     def return_to(self, trainer: Trainer, value: Mapping[str, Any]) -> None:
         """Let everything be as it was when ``value`` was taken, earlier in this training."""
         if self.keeps_undeclared:
             device = trainer.strategy.root_device
-            self.attributes.return_to_start(held_by_users(trainer), device)
+            self.attributes.return_to_start(self._look(trainer), device)
         self.give_back(trainer, value)
 
     def give_back(self, trainer: Trainer, value: Mapping[str, Any]) -> None:
-        held = held_by_users(trainer)
+        held = self._look(trainer)
         device = trainer.strategy.root_device
         if self.keeps_undeclared:
             attributes = value.get("attributes", {})
@@ -151,7 +160,5 @@ class UsersObjects(Part):
             if "modules" in value:
                 self.modules.give_back(held, trainer.lightning_module, value["modules"])
         refused = self.declared.give_back(held, value.get("declared", {}), device)
-        # The generators come last: to give back something else may draw a random number.
-        self.generators.give_back(held, value.get("generators", {}))
         if trainer.is_global_zero:
             say(*self.not_kept.lines_of_states(refused), *self.attributes.lines_of_classes())

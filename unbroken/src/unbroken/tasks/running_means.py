@@ -1,22 +1,15 @@
 """Exact means over all samples and all ranks, for a module that writes its steps itself."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
-from unbroken.tasks.running_sums import MOST_BATCHES, MOST_OUTPUTS, exact
+from unbroken.tasks.running_sums import exact
+from unbroken.tasks.waiting_batches import WaitingBatches
 
 # Gives a value (batch,) for outputs and targets, (batch, ...) each.
 Measure = Callable[[Tensor, Tensor], Tensor]
-
-
-class WaitingBatch(NamedTuple):
-    """A batch that is not measured yet."""
-
-    outputs: Tensor  # (batch, ...)
-    targets: Tensor  # (batch, ...)
 
 
 class RunningMeans:
@@ -36,7 +29,7 @@ class RunningMeans:
     Here values and samples are added up in float64, and divided once, over all ranks. Nothing waits
     for the device before a mean is asked for. Batches wait until there are 64 of them, and are then
     measured together, which takes as long as one batch alone. A run that is resumed inside an epoch
-    continues its sums.
+    continues its sums, with the batches that waited.
 
     Args:
         module: Whose samples these are. Its Trainer knows the other ranks.
@@ -47,27 +40,19 @@ class RunningMeans:
     def __init__(self, module: LightningModule, **measures: Measure) -> None:
         self.module = module
         self.measures = measures
-        self.window: list[WaitingBatch] = []
+        self.waiting = WaitingBatches(self.measure_all)
         # What was added since the last log step, and in this epoch: (1 + measures,), the number of
         # samples and the sum of each measure.
         self.sums: dict[str, Tensor] = {}
 
     def reset(self) -> None:
         """Forget everything. Call it in ``setup``: an earlier training may have been broken off."""
-        self.window = []
+        self.waiting.forget()
         self.sums = {}
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Count a batch: outputs of the network, and targets, (batch, ...) each."""
-        # Waiting batches are joined, so they must be of one shape. The last of an epoch may be
-        # smaller.
-        if self.window and outputs.shape != self.window[-1].outputs.shape:
-            self.count_window()
-        self.window.append(WaitingBatch(outputs.detach(), targets))
-        is_long = len(self.window) >= MOST_BATCHES
-        is_large = len(self.window) * outputs.numel() > MOST_OUTPUTS
-        if is_long or is_large:
-            self.count_window()
+        self.waiting.add(outputs.detach(), targets=targets)
 
     def since_log_step(self, prefix: str, *names: str) -> dict[str, Tensor]:
         """The means of these measures since the last log step, by their names after ``prefix``.
@@ -90,24 +75,20 @@ class RunningMeans:
     # What a checkpoint holds
 
     def metric_state(self) -> dict[str, Tensor]:
-        """The sums so far, on the CPU."""
-        self.count_window()
-        return {name: sums.cpu() for name, sums in self.sums.items()}
+        """The sums so far, and the batches that wait, on the CPU."""
+        sums = {name: total.cpu() for name, total in self.sums.items()}
+        return sums | self.waiting.state()
 
     def load_metric_state(self, state: dict[str, Tensor]) -> None:
         """Continue from what :meth:`metric_state` returned."""
-        self.sums = {name: sums.to(self.module.device) for name, sums in state.items()}
+        device = self.module.device
+        sums = self.waiting.load_state(state, device)
+        self.sums = {name: total.to(device) for name, total in sums.items()}
 
     # How it is counted
 
-    @torch.no_grad()
-    def count_window(self) -> None:
-        """Measure the batches that wait, and add them to the sums."""
-        if not self.window:
-            return
-        outputs = torch.cat([batch.outputs for batch in self.window])
-        targets = torch.cat([batch.targets for batch in self.window])
-        self.window = []
+    def measure_all(self, outputs: Tensor, targets: Tensor) -> None:
+        """Measure samples, (samples, ...) each, and add them to the sums."""
         values = [exact(measure(outputs, targets)).sum() for measure in self.measures.values()]
         added = torch.stack([torch.full_like(values[0], len(targets)), *values])
         for name in ("recent", "epoch"):
@@ -115,7 +96,7 @@ class RunningMeans:
             self.sums[name] = self.sums.get(name, 0) + added
 
     def _means(self, name: str, prefix: str) -> dict[str, Tensor]:
-        self.count_window()
+        self.waiting.count()
         nothing = exact(torch.zeros(1 + len(self.measures), device=self.module.device))
         mine = self.sums.pop(name, nothing)
         # Every rank takes part, also one that has no sample: the others would wait for it for ever.

@@ -1,16 +1,12 @@
 """Exact means of losses and metrics: over samples of batches of any size, and over all ranks."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
-
-# The most training batches, and the most output values, that wait to be counted together. Both
-# bound the memory: log steps may be far apart, and the outputs of a network may be large.
-MOST_BATCHES = 64
-MOST_OUTPUTS = 2**22
+from unbroken.tasks.waiting_batches import WaitingBatches
 
 # A subclass may have one metric of its own in the place of the collection.
 Metrics = MetricCollection | Metric
@@ -48,14 +44,6 @@ class Counted(Protocol):
         ...
 
 
-class WaitingBatch(NamedTuple):
-    """A training batch that is not counted yet."""
-
-    loss: Tensor  # the mean of the batch, a scalar
-    outputs: Tensor  # (batch, ...)
-    targets: Tensor  # (batch, ...)
-
-
 class RunningSums:
     """What a module has counted and not logged yet.
 
@@ -71,14 +59,12 @@ class RunningSums:
 
     Metrics of torchmetrics keep their own sums. They are updated here, at the same moments.
 
-    Training batches first wait in a ``window``, from which they are counted together. A metric
-    update costs as much for 64 batches as for one, and one update per batch, 938 in an epoch of the
-    MLP, would take a tenth of its time.
+    Training batches first wait, and are counted together.
     """
 
     def __init__(self, module: Counted) -> None:
         self.module = module
-        self.window: list[WaitingBatch] = []
+        self.waiting = WaitingBatches(self.count_training)
         self.totals: dict[str, Tensor] = {}
         # Whether the metrics have seen a batch since the module's setup. It stands here because an
         # attribute of the module itself would come back when a run is resumed.
@@ -88,49 +74,40 @@ class RunningSums:
 
     def begin_training(self) -> None:
         """Forget a training that was broken off."""
-        self.window = []
+        self.waiting.forget()
         self.totals = {}
         self.module.train_metrics.reset()
 
     def count_later(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
-        """Put a training batch into the window, and count the window where it is full.
+        """Let a training batch wait, to be counted with others.
 
         Args:
             loss: The mean loss of the batch, a scalar, without its graph.
             outputs: Outputs of the network, (batch, ...), without their graph.
             targets: (batch, ...).
         """
-        # Waiting batches are joined to one tensor, so they must be of one shape. The last of an
-        # epoch may be smaller.
-        if self.window and outputs.shape != self.window[-1].outputs.shape:
-            self.count_window()
-        self.window.append(WaitingBatch(loss, outputs, targets))
-        is_long = len(self.window) >= MOST_BATCHES
-        is_large = len(self.window) * outputs.numel() > MOST_OUTPUTS
-        if is_long or is_large:
-            self.count_window()
+        self.waiting.add(outputs, losses=loss.reshape(1), targets=targets)
 
-    @torch.no_grad()
-    def count_window(self) -> None:
-        """Count the batches that wait."""
-        if not self.window:
-            return
-        losses = torch.stack([batch.loss for batch in self.window])
-        outputs = torch.cat([batch.outputs for batch in self.window])
-        targets = torch.cat([batch.targets for batch in self.window])
-        self.window = []
+    def count_training(self, losses: Tensor, outputs: Tensor, targets: Tensor) -> None:
+        """Count training batches.
+
+        Args:
+            losses: The mean loss of each batch, (batches,).
+            outputs: Of all batches, (samples, ...).
+            targets: Of all batches, (samples, ...).
+        """
         losses = self.module.losses_to_log(losses, outputs, targets)
         self._add(["recent", "epoch"], losses, outputs, targets)
         self._update(self.module.train_metrics, outputs, targets)
 
     def means_since_log_step(self) -> dict[str, Tensor]:
         """The loss of the training samples since the last log step. They are then forgotten."""
-        self.count_window()
+        self.waiting.count()
         return self._means("recent", metrics=None)
 
     def means_of_epoch(self) -> dict[str, Tensor]:
         """The loss and metrics of the epoch's training samples. They are then forgotten."""
-        self.count_window()
+        self.waiting.count()
         means = self._means("epoch", self.module.train_metrics)
         self.totals = {}
         return means
@@ -157,16 +134,18 @@ class RunningSums:
     # What a checkpoint holds
 
     def state(self) -> dict[str, Tensor]:
-        """The sums so far, on the CPU.
+        """The sums so far, and the batches that wait, on the CPU.
 
-        Those of torchmetrics are not among them: the engine saves every metric.
+        Sums of torchmetrics are not among them: the engine saves every metric.
         """
-        self.count_window()
-        return {name: sums.cpu() for name, sums in self.totals.items()}
+        sums = {name: total.cpu() for name, total in self.totals.items()}
+        return sums | self.waiting.state()
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Go on from what :meth:`state` returned."""
-        self.totals = {name: sums.to(self.module.device) for name, sums in state.items()}
+        """Continue from what :meth:`state` returned."""
+        device = self.module.device
+        sums = self.waiting.load_state(state, device)
+        self.totals = {name: total.to(device) for name, total in sums.items()}
 
     # How it is counted
 

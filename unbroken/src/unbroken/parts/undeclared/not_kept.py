@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from unbroken.holding.bounds import LAST_ENTRIES, MOST_BYTES_COMPARED
-from unbroken.holding.walk import ROWS
+from unbroken.holding.walk import ROWS, entries_of
 from unbroken.lightning_internals import version_of
 from unbroken.parts.held import OF_MODULES, Held, Identity, Length, Unkept, is_iterator
 from unbroken.parts.plain_values import copied, is_single
@@ -196,7 +196,7 @@ def evidence_of(value: Any) -> Any:
             return (value.shape, value.dtype, some_bytes_of(value.detach().double().numpy()))
         return (value.shape, value.dtype, *version_of(value))
     if isinstance(value, (*ROWS, dict)) and not isinstance(value, Length | Identity):
-        entries = list(value.values()) if isinstance(value, dict) else list(value)
+        entries = [each for _, each in entries_of(value)]
         return [len(entries), *map(evidence_of_entry, entries[-LAST_ENTRIES:])]
     if isinstance(value, Identity):
         return id(value.value)
