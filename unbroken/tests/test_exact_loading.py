@@ -392,6 +392,27 @@ def test_a_gather_that_draws_random_numbers_is_seeded_for_each_batch() -> None:
     assert torch.equal(torch.get_rng_state(), expected), "the training's generator is left alone"
 
 
+class DrawsForSome(Gathered):
+    """Augments a rare class alone: most batches draw nothing."""
+
+    def gather(self, indices: Tensor) -> Tensor:
+        rare = indices % 9 == 0
+        noise = torch.zeros(len(indices))
+        if rare.any():
+            noise[rare] = torch.rand(int(rare.sum()))
+        return torch.stack([indices.float(), noise], 1)
+
+
+@pytest.mark.parametrize("first", range(1, 8))
+def test_a_gather_that_draws_for_some_batches_is_seeded_for_these(first: int) -> None:
+    whole = list(exact(DataLoader(DrawsForSome(64), 8, shuffle=True)))
+    rest = exact(DataLoader(DrawsForSome(64), 8, shuffle=True))
+    position_of(rest).start_at(DataStart(batches=first, samples_per_batch=8))
+    expected = torch.get_rng_state()
+    assert all(map(torch.equal, list(rest), whole[first:]))
+    assert torch.equal(torch.get_rng_state(), expected), "the training's generator is left alone"
+
+
 class DrawsLater(Gathered):
     """Augments from its second epoch on."""
 

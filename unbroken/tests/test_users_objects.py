@@ -9,6 +9,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,9 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
+    Sampler,
     Subset,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -961,11 +964,11 @@ def test_a_data_set_that_keeps_what_it_has_read_holds_no_other_samples(
 
 
 class Mining(Plain):
-    """Draws the last rows more often after each epoch."""
+    """Draws those rows more often that it has learnt least."""
 
-    def on_train_epoch_end(self) -> None:
-        sampler = self.trainer.train_dataloader.sampler
-        sampler.weights = sampler.weights * torch.arange(1.0, 9.0)
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        weights = self.trainer.train_dataloader.sampler.weights
+        weights[(batch[0].flatten() * 8).long()] *= 5
 
     def train_dataloader(self) -> Any:
         rows = TensorDataset(torch.arange(8.0)[:, None] / 8)
@@ -973,6 +976,19 @@ class Mining(Plain):
 
     def made_sampler(self) -> Any:
         return WeightedRandomSampler(torch.ones(8), 8)
+
+
+class MiningWithItsOwn(Mining):
+    """Holds the weights, too."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.weights = torch.ones(8, dtype=torch.float64)
+
+    def made_sampler(self) -> Any:
+        sampler = WeightedRandomSampler(self.weights, 8)
+        assert sampler.weights is self.weights
+        return sampler
 
 
 class Weights(WeightedRandomSampler):
@@ -986,32 +1002,99 @@ class Weights(WeightedRandomSampler):
 
 
 class MiningWithAState(Mining):
-    """Does what the line advises."""
-
     def made_sampler(self) -> Any:
         return Weights(torch.ones(8), 8)
 
 
-class MiningThatSaves(Mining):
+class MiningWithAHeldState(Mining):
+    """Holds a sampler with a state, which is kept in two places."""
+
+    def made_sampler(self) -> Any:
+        self.sampler = Weights(torch.ones(8), 8)
+        return self.sampler
+
+
+class Narrowing(Mining):
+    """Leaves rows out that it has learnt, in a list."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        indices = self.trainer.train_dataloader.sampler.indices
+        indices[batch_idx] = indices[-1 - batch_idx]
+
+    def made_sampler(self) -> Any:
+        return SubsetRandomSampler([*range(8)])
+
+
+class MiningByEpochs(Mining):
+    """Replaces the weights as an epoch ends."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def on_train_epoch_end(self) -> None:
+        sampler = self.trainer.train_dataloader.sampler
+        sampler.weights = sampler.weights * torch.arange(1.0, 9.0)
+
+
+@pytest.mark.parametrize("killed_at", [4, 6, 9, 11])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Mining,
+        MiningWithItsOwn,
+        MiningWithAState,
+        MiningWithAHeldState,
+        Narrowing,
+        MiningByEpochs,
+    ],
+)
+def test_an_order_is_drawn_again_from_what_its_sampler_held_as_the_pass_began(
+    kind: type[Mining], killed_at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"reload_dataloaders_every_n_epochs": 0}
+    undisturbed = trained(tmp_path / "undisturbed", kind(), **options)
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", kind(killed_at), **options)
+    # Twice, because the resumed run is saved inside the same epoch.
+    with suppress(Killed):
+        trained(tmp_path / "killed", kind(killed_at + 1), **options)
+    resumed = trained(tmp_path / "killed", kind(), **options)
+    assert torch.equal(resumed.net.weight, undisturbed.net.weight)
+    assert "sampler" not in told(capsys)
+
+
+class Chances(Sampler[int]):
+    """A sampler of one's own."""
+
+    def __init__(self) -> None:
+        self.weights = torch.ones(8)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.multinomial(self.weights, 8).tolist())
+
+
+class MiningByChances(Mining):
+    def made_sampler(self) -> Any:
+        return Chances()
+
+
+class MiningThatSaves(MiningByChances):
     """Saves the weights itself."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["mine"] = self.trainer.train_dataloader.sampler.weights
 
 
-def test_a_sampler_whose_weights_training_changes_is_told_with_what_helps(
+def test_a_sampler_of_ones_own_that_training_changes_is_told_with_what_helps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"reload_dataloaders_every_n_epochs": 0}
-    trained(tmp_path / "told", Mining(), **options)
+    trained(tmp_path / "told", MiningByChances(), **options)
     assert told(capsys).count("train_dataloader.sampler.weights, which changes in training") == 1
-    undisturbed = trained(tmp_path / "undisturbed", MiningWithAState(), **options)
-    with pytest.raises(Killed):
-        trained(tmp_path / "killed", MiningWithAState(6), **options)
-    resumed = trained(tmp_path / "killed", MiningWithAState(), **options)
-    assert torch.equal(resumed.net.weight, undisturbed.net.weight)
     trained(tmp_path / "saves", MiningThatSaves(), **options)
-    assert "sampler" not in told(capsys)
+    assert "which changes in training" not in told(capsys)
 
 
 class Shifted(Dataset[Any]):

@@ -274,8 +274,8 @@ class GathersBatches(Protocol, metaclass=AsksByName):
         """``indices``: int64 (batch,). Returns the batch.
 
         It may draw random numbers from the generators of Python, NumPy and torch in CPU memory,
-        also where the batch lies on a GPU, whose generator is the training's. Whether it draws is
-        told by the first batch that a process gathers: one that draws does so for each.
+        also where the batch lies on a GPU, whose generator is the training's. If it draws from
+        Python's or NumPy's, it does so for each batch: the first one of an epoch tells.
         """
         ...
 

@@ -15,13 +15,17 @@ from unbroken.loading.position import DataStart, LoaderPosition
 from unbroken.loading.samplers import (
     Cut,
     cut_of,
+    decide_the_order,
     exact_source,
     gathers,
     generators_of_order,
     has_state,
+    is_decided_alike,
     samplers_within,
+    what_decides_the_order,
 )
 from unbroken.loading.seeding import seed_generators
+from unbroken.tensors.same_values import is_same
 
 # A batch's epoch, its number in the epoch (which goes on counting over several passes), and the
 # keys of its samples.
@@ -77,12 +81,18 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         self.device: torch.device | None = dataset.device if is_on_device else None
         # Whether all ranks have equally many batches, so that they can exchange something at each.
         self.ranks_agree = True
+        # Of a pass that is begun again: the sampler's state as it began, and at the save. None: the
+        # next pass is a new one.
+        self._begun: Any = None
+        self._now: Any = None
         # The batches of a batch sampler of the user's own that several ranks evaluate; else None.
         self._dealt: list[list[Any]] | None = None
         is_shared = not training and self.parts > 1
         if is_shared and self.source is loader.batch_sampler:
             batches: Any = self.source
             self._dealt = equally_many(self._drawn(batches, None, self._epoch_seed()), world_size)
+        # What decides the order of one of torch's samplers, as the user has made it.
+        self._as_made = what_decides_the_order(self.source)
         if not training:
             self._check_that_it_can_be_shared()
 
@@ -98,6 +108,44 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         """The sampler, if it has a state."""
         source = self.source
         return source if has_state(source) else None
+
+    @property
+    def keeps_state(self) -> bool:
+        return self.stateful is not None or bool(what_decides_the_order(self.source))
+
+    def state(self) -> Any:
+        """The sampler's state; of one of torch's, what decides the order."""
+        if self.stateful is not None:
+            return super().state()
+        return what_decides_the_order(self.source)
+
+    def state_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
+        """See :meth:`LoaderPosition.state_after`. The state has two halves: the sampler's as the
+        pass began, by which the order is drawn again, and that of now, because training may have
+        changed it since. None: it is as the user has made it.
+        """
+        place, begun = super().state_after(batches, epoch_ends)
+        now = self.state()
+        if epoch_ends or self._is_same(begun, now):
+            begun = None
+        if self.stateful is None and begun is None and self._is_same(self._as_made, now):
+            return place, None
+        return place, [begun, now]
+
+    def _is_same(self, one: Any, other: Any) -> bool:
+        if one is None or self.stateful is not None:
+            return is_same(one, other)
+        return is_decided_alike(one, other)
+
+    def load(self, state: Any) -> None:
+        self._begun, self._now = state
+        self._load(self._now if self._begun is None else self._begun)
+
+    def _load(self, state: Any) -> None:
+        if self.stateful is not None:
+            super().load(state)
+        else:
+            decide_the_order(self.source, state)
 
     @property
     def cut(self) -> Cut:
@@ -200,9 +248,19 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
 
     def _order(self) -> Any:
         """The samples (or batches) of a whole pass in order, the same on every rank."""
-        epoch_seed = self._epoch_seed()
+        begun, self._begun = self._begun, None
+        if begun is not None:
+            # A data module that holds the sampler has got the state of the save back since.
+            self._load(begun)
         earlier_passes = self.states if self.batches_before else {}
         self.states = {**earlier_passes, self.batches_before: self.state()}
+        order = self._order_of_pass()
+        if begun is not None and not self._is_same(self.state(), self._now):
+            self._load(self._now)
+        return order
+
+    def _order_of_pass(self) -> Any:
+        epoch_seed = self._epoch_seed()
         source = self.source
         samples = self.num_samples
         if type(source) is data.SequentialSampler:

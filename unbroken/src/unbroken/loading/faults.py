@@ -11,7 +11,13 @@ from unbroken import contract
 from unbroken.loading.exact_loader import ExactLoader
 from unbroken.loading.proof import OTHER_SAMPLES, Proof, fault_of_next_epoch, proved
 from unbroken.loading.repeating import gives_others_when_asked_again
-from unbroken.loading.samplers import SEEDABLE, has_state, is_plain, name_of, source_of
+from unbroken.loading.samplers import (
+    draws_as_torch_does,
+    has_state,
+    is_plain,
+    name_of,
+    source_of,
+)
 from unbroken.stopping.ranks import gather_from_ranks
 
 
@@ -137,7 +143,7 @@ class Faults:
 def _has_known_order(source: Any) -> bool:
     """Whether the order of a sampler is a function of seed and epoch, or its state is kept."""
     is_by_epoch = isinstance(source, contract.OrdersByEpoch)
-    return isinstance(source, SEEDABLE) or is_by_epoch or has_state(source)
+    return draws_as_torch_does(source) or is_by_epoch or has_state(source)
 
 
 def _which_claims_a_state(loader: Any) -> tuple[Any, str | None]:

@@ -12,7 +12,13 @@ from unbroken import contract
 from unbroken.loading.batches import Request
 from unbroken.loading.own_generators import generators_in, seed_them
 from unbroken.loading.samplers import gathers
-from unbroken.loading.seeding import generator_states, number_of, seed_generators
+from unbroken.loading.seeding import (
+    generator_states,
+    number_of,
+    seed_generators,
+    states_without_torch,
+    torch_seeded,
+)
 
 
 @dataclass
@@ -24,8 +30,9 @@ class Fetch:
     the set is cut into batches.
 
     The dataset's ``gather(indices: int64 tensor)``, ``__getitems__(list)`` or ``__getitem__`` is
-    used, the first that it has. A ``gather`` that draws random numbers is seeded for each batch,
-    also in an evaluation. Whether it draws is told by an epoch's first batch in a process.
+    used, the first that it has. Torch's generator is seeded for each batch of a ``gather``, also in
+    an evaluation. To seed Python's and NumPy's takes longer than such a batch: they are seeded
+    where an epoch's first batch in a process has drawn from them.
 
     Generators that the dataset or the collate function holds are seeded in the same way. Each
     process looks for them at an epoch's first batch: a ``worker_init_fn`` or a ``set_epoch`` may
@@ -40,8 +47,8 @@ class Fetch:
     rank: int | None
     # Whether a request holds a batch's keys; else it holds one key.
     batched: bool
-    # Whether the dataset was seen to draw random numbers as it gave several samples at once; None:
-    # not asked in this epoch.
+    # Whether the dataset was seen to draw random numbers as it gave several samples at once (of a
+    # ``gather``: from other generators than torch's); None: not asked in this epoch.
     draws: bool | None = field(default=None, init=False)
     own_generators: dict[str, Any] = field(default_factory=dict, init=False)
     # The epoch in which this process has fetched last.
@@ -88,7 +95,10 @@ class Fetch:
             return self.collate(self._trained(keys))
 
     def _seed_for_batch(self, epoch: int, number: int) -> None:
-        self._seed(hash((self.seed, self.rank or 0, epoch, number)))
+        self._seed(self._seed_of_batch(epoch, number))
+
+    def _seed_of_batch(self, epoch: int, number: int) -> int:
+        return hash((self.seed, self.rank or 0, epoch, number))
 
     def _seed_for_sample(self, key: Any) -> None:
         self._seed(hash((self.seed, number_of(key))))
@@ -99,14 +109,14 @@ class Fetch:
 
     def _gathered(self, epoch: int, number: int, indices: Tensor) -> Any:
         if self.draws is False:
-            # Isolating the generators takes longer than such a batch.
-            return self.dataset.gather(indices)
+            with torch_seeded(self._seed_of_batch(epoch, number)):
+                return self.dataset.gather(indices)
         with isolate_rng(include_cuda=False):
             self._seed_for_batch(epoch, number)
-            before = generator_states() if self.draws is None else None
+            before = states_without_torch() if self.draws is None else None
             batch = self.dataset.gather(indices)
             if self.draws is None:
-                self.draws = generator_states() != before
+                self.draws = states_without_torch() != before
             return batch
 
     def _single(self, key: Any) -> Any:

@@ -74,6 +74,11 @@ class LoaderPosition:
         """
         raise NotImplementedError
 
+    @property
+    def keeps_state(self) -> bool:
+        """Whether there is a state that can be loaded."""
+        return self.stateful is not None
+
     def set_epoch(self, epoch: int) -> None:
         """The next pass is of this epoch. Another epoch than before starts at its beginning."""
         if epoch != self.start.epoch:

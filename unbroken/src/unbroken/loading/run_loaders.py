@@ -177,7 +177,7 @@ class RunLoaders:
         saved = self.data_start.loader_states or self._places_of_states(self.data_start)
         places = chain(saved, repeat((0, None)))
         for position, (batches_before, state) in zip(self.positions, places, strict=False):
-            if state is not None and position.stateful is None and self.data_start.loader_states:
+            if state is not None and not position.keeps_state and self.data_start.loader_states:
                 self.lines.append(
                     "the checkpoint holds a state of a loader that has none now: the resume is not"
                     " exact."

@@ -42,7 +42,13 @@ from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
 from unbroken.loading import LiveLoader, position_of
 from unbroken.loading.own_generators import KINDS as GENERATORS
 from unbroken.loading.own_generators import draws_from_a_state
-from unbroken.loading.samplers import has_state, is_stream, samplers_within
+from unbroken.loading.samplers import (
+    DECIDE_THE_ORDER,
+    SEEDABLE,
+    has_state,
+    is_stream,
+    samplers_within,
+)
 from unbroken.parts.plain_values import (
     LIBRARY,
     NUMBERS_AND_TEXTS,
@@ -318,7 +324,7 @@ class _Look:
                     continue
                 self.seen[id(value)] = Place(path, value)
                 for attribute, each in walk.attributes_of(value):
-                    if id(each) in self.kept:
+                    if id(each) in self.kept or attribute in kept_with_the_loader(value):
                         continue
                     self._tell(f"{path}.{attribute}", each, Inside(told=told))
                     waiting.append((f"{path}.{attribute}", each))
@@ -471,7 +477,8 @@ class _Look:
             told=self._told_of_data(value) if is_read else NOTHING,
             keeps_states=inside.keeps_states and not is_read,
         )
-        return self._attributes(name, value, within, depth)
+        left_out = kept_with_the_loader(value) if is_read else ()
+        return self._attributes(name, value, within, depth, left_out)
 
     def _told_of_data(self, value: Any) -> Told:
         """What is told of a data set or a sampler that the Trainer reads."""
@@ -595,6 +602,11 @@ def is_without_a_state(value: Any) -> bool:
     if not isinstance(value, Sampler) or type(value) is BatchSampler:
         return False
     return not has_state(value) and not isinstance(value, contract.OrdersByEpoch)
+
+
+def kept_with_the_loader(value: Any) -> Collection[str]:
+    """The attributes of a sampler that are of LoaderStates."""
+    return DECIDE_THE_ORDER if isinstance(value, SEEDABLE) else ()
 
 
 def is_asked_by_key(value: Any) -> bool:
