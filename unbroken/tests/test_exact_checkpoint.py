@@ -1380,6 +1380,32 @@ def test_a_best_that_is_ahead_of_the_state_is_looked_for_anew(
     assert keep.best.score == 6
 
 
+class RaisesAtAnError(Callback):
+    """Cannot clean up, and Lightning calls no further callback."""
+
+    def on_exception(self, *_: Any) -> None:
+        raise RuntimeError("cannot clean up")
+
+
+def test_a_script_has_its_signals_again_where_another_callback_fails_at_an_error(
+    workplace: Path,
+) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    callbacks = [RaisesAtAnError(), Dies(3), ExactCheckpoint("r", every="1")]
+    trainer = Trainer(
+        accelerator="cpu", callbacks=callbacks, logger=False, max_epochs=1,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="cannot clean up"):
+        trainer.fit(Regression())
+    assert signal.getsignal(signal.SIGINT) is before
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    # The folder is free again: another object trains on in it.
+    keep = fit("r", epochs=1, make=Regression)
+    assert keep.saved_step == 50
+
+
 class CountsSteps(Callback):
     """Notes the steps by which Lightning logs, and those that the optimizer has made."""
 

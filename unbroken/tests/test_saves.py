@@ -317,6 +317,69 @@ def test_saves_that_cost_too_much_come_less_often_and_a_line_says_so_once(
     )
 
 
+def test_a_save_that_a_disk_has_slowed_down_once_changes_no_interval() -> None:
+    interval = Interval.of("60s")
+    slow = Costs(last_background_seconds=180.0, seconds_before=0.5)
+    assert interval.seconds_with(slow) == 60
+    assert not interval.is_too_soon(60, slow)
+    twice = Costs(last_background_seconds=180.0, seconds_before=170.0)
+    assert interval.seconds_with(twice) == pytest.approx(8500)
+
+
+@pytest.mark.parametrize("size", [0, 2**30], ids=["in the background", "at once"])
+def test_a_save_that_fails_slowly_is_tried_again_after_the_interval(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_files, "WRITTEN_AT_ONCE", size)
+    seconds = 0.5
+
+    def times_out(contents: dict[str, Any], path: Path) -> None:
+        time.sleep(seconds)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_files, "save_to", times_out)
+    keep = ExactCheckpoint(tmp_path, every="2")
+    with pytest.raises(NotSaved):
+        fit(keep, 4, WaitsForSaves)
+    assert keep.own_folder.files.costs.usual_seconds < seconds
+
+
+@pytest.mark.usefixtures("_every_save_is_large")
+def test_a_best_that_the_disk_does_not_take_needs_no_further_memory_to_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = checkpoint_files.save_to
+    copy = Staging.copy
+    has_failed: list[int] = []
+
+    def has_room_later(contents: dict[str, Any], path: Path) -> None:
+        if not has_failed:
+            has_failed.append(contents["global_step"])
+            # There is memory for no second copy.
+            monkeypatch.setattr(Staging, "copy", has_no_memory)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        monkeypatch.setattr(Staging, "copy", copy)
+        write(contents, path)
+
+    def has_no_memory(*_: Any) -> None:
+        raise MemoryError
+
+    class Validates(WaitsForSaves):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            # The first is the best.
+            self.log("val_loss", float(self.current_epoch))
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(torch.zeros(1, 3), batch_size=1)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(checkpoint_files, "save_to", has_room_later)
+    keep = ExactCheckpoint(tmp_path, monitor="val_loss", mode="min", every="100")
+    fit(keep, 4, Validates, epochs=3)
+    assert has_failed == [4]
+    assert keep.best.score == 0
+    assert checkpoint(tmp_path / "best.ckpt")["global_step"] == 4
+
+
 def test_a_copy_shares_what_its_tensors_share_and_uses_its_memory_again() -> None:
     staging = Staging()
     whole = torch.arange(12.0).reshape(3, 4)

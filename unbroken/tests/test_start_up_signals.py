@@ -210,6 +210,37 @@ def test_a_signal_at_any_moment_of_the_start_up(
     assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong)
 
 
+# A start that hangs in a library, which lets no handler run.
+HANGS_AS_IT_STARTS = """
+import ctypes, runpy, sys
+from unbroken.run import main_job
+
+def hangs(*_):
+    print("starts", flush=True)
+    ctypes.CDLL(None).system(b"sleep 12")
+
+main_job.start_from = hangs
+sys.argv[0] = "fit"
+runpy.run_module("numerals.fit", run_name="__main__", alter_sys=True)
+"""
+
+
+def test_a_start_that_hangs_before_its_trainer_is_made_leaves_no_folder(workplace: Path) -> None:
+    log = workplace / "log.txt"
+    words = [sys.executable, "-c", HANGS_AS_IT_STARTS, *SMALL, "--max_epochs", "1"]
+    process = start(words, log)
+    try:
+        while b"starts" not in log.read_bytes():
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.01)
+        assert list(Path("checkpoints").glob("*/*")), "the folder is made by now"
+        process.terminate()
+        assert process.wait(PATIENCE_S) == 143, log.read_text()
+        assert list(Path("checkpoints").glob("*/*")) == []
+    finally:
+        kill_group(process)
+
+
 def test_ranks_end_also_where_a_scripts_own_handler_raises_before_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -27,9 +27,7 @@ them for one training; the last two are of the callback, and serve all its train
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +35,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer, callbacks
 from lightning.pytorch.plugins import DoublePrecision, HalfPrecision
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from unbroken import lightning_internals
 from unbroken.checkpoint.digests_csv import write_digests
 from unbroken.checkpoint.ending import Ending
@@ -61,7 +58,6 @@ from unbroken.mirror.mirror import Mirror
 from unbroken.parts.part import Part
 from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.seams import Seams
-from unbroken.stopping import signals
 from unbroken.stopping.agreement import Agreement
 from unbroken.stopping.ranks import decided_by_rank_zero, take_rank_of_the_trainer
 from unbroken.storage.weights import fill_in_what_was_left_out, make_room_for_buffers
@@ -318,18 +314,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        if isinstance(exception, SIGTERMException) and exception.code is None:
-            # It comes from a plain Trainer inside a hook. Without a code it would end as a success.
-            exception.code = signals.Stopped(signal.SIGTERM).exit_code
-        # Lightning calls no teardown then.
-        try:
-            # The error that ends the run is the one to be told. A device that has failed fails the
-            # thread that writes, too.
-            with suppress(Exception):
-                self.own_folder.files.wait()
-            self.own_folder.finish_mirror(signals.seconds_left())
-        finally:
-            self._put_everything_back(trainer)
+        # Lightning calls no teardown then. What may not be left to the last is done by Hooks.
+        self._put_everything_back(trainer)
 
     def _put_everything_back(self, trainer: Trainer) -> None:
         lightning_internals.call_empty_hooks_again()

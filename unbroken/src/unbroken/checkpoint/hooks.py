@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+from contextlib import suppress
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from unbroken import lightning_internals
 from unbroken.checkpoint.engine import Engine
 from unbroken.checkpoint.not_exact import what_is_not_exact, why_callbacks_need_whole_epochs
@@ -48,6 +51,7 @@ class Hooks(Callback):
     | on_train_epoch_end | loaders are told; sums over ranks | loading, hooks |
     | on_train_epoch_end | a window of digests ends | windows |
     | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last | saving |
+    | on_exception | a save under way is waited for; signals are given back | hooks |
     | on_fit_end | where nothing was left to train: the hooks of its end again | restoring |
     """
 
@@ -180,6 +184,25 @@ class Hooks(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.engine.restoring.fit_ends(trainer)
         self.engine.own_folder.training_is_over(self.engine.kept.chain.links)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        if isinstance(exception, SIGTERMException) and exception.code is None:
+            # It comes from a plain Trainer inside a hook. Without a code it would end as a success.
+            exception.code = signals.Stopped(signal.SIGTERM).exit_code
+        engine = self.engine
+        # Here, in front of all others: Lightning calls no further callback if one raises, and the
+        # script would be left with signals that are only noted.
+        try:
+            # The error that ends the run is the one to be told. A device that has failed fails the
+            # thread that writes, too.
+            with suppress(Exception):
+                engine.own_folder.files.wait()
+            engine.own_folder.finish_mirror(signals.seconds_left())
+        finally:
+            engine.own_folder.release()
+            engine.ending.give_signals_back(trainer)
 
     # Evaluations
 

@@ -63,7 +63,7 @@ class Interval:
         """Whether so many seconds after a save nobody needs the next one, since saves of a large
         state would take too large a share.
         """
-        return costs.last_background_seconds > 0 and passed < costs.last_seconds / LARGEST_SHARE
+        return costs.last_background_seconds > 0 and passed < costs.usual_seconds / LARGEST_SHARE
 
     def seconds_with(self, costs: Costs) -> float:
         """The seconds between two saves: the wish, or more where saves cost too large a share. Then
@@ -71,7 +71,7 @@ class Interval:
         """
         waited = costs.last_wait_seconds
         written = costs.last_background_seconds
-        needed = costs.last_seconds / LARGEST_SHARE
+        needed = costs.usual_seconds / LARGEST_SHARE
         if needed <= self.seconds:
             return self.seconds
         if not self._has_told:

@@ -436,8 +436,11 @@ class Restoring:
             files = self._own_folder.files
             checkpoint, reason = usable_best(files.best, self._own_folder.run_id)
             if reason is None and not self._is_this_best(checkpoint):
-                # A new one was saved before a kill.
-                reason = f"{files.best} is ahead of the checkpoint:"
+                # A new one was saved before a kill, or the disk did not take one.
+                is_ahead = checkpoint["global_step"] > (self.loaded_step or 0)
+                reason = (
+                    f"{files.best} is {'ahead of' if is_ahead else 'older than'} the checkpoint:"
+                )
         reason = trainer.strategy.broadcast(reason)
         if reason:
             say(f"{reason} the best is looked for anew.")

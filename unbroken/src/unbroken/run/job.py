@@ -30,7 +30,6 @@ from unbroken.run import main_job
 from unbroken.run.progress import progress_callback
 from unbroken.run.run_record import RunRecord
 from unbroken.run_folder import RunFolder
-from unbroken.stopping import signals
 from unbroken.stopping.ranks import ignore_rank_without_launcher, say
 from unbroken.stopping.slurm import requeue_signal
 
@@ -163,7 +162,6 @@ class Job(Program):
         run = Run(config, run_folder)
         loggers = list(self.loggers(run))
         run.metrics_csv.followers = [each for each in loggers if isinstance(each, FollowsRows)]
-        signals.watch(run_folder.discard)
         # A logger may take part in a run's hooks as well.
         hooked = [each for each in loggers if isinstance(each, Callback)]
         listed = [each for each in self.callbacks(run) if each is not None]

@@ -106,6 +106,8 @@ def train_in(run: RunFolder, config: Configuration, build: Build) -> RunResult:
     """
     try:
         if is_rank_zero():
+            # A thread that ends a start which hangs leaves no folder behind.
+            signals.watch(run.discard)
             run.create()
         if run.checkpoint is None:
             say(*start_from(config.module, config.options.init_weights))

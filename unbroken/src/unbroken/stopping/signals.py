@@ -176,6 +176,9 @@ class ScriptSignals:
                 # Python's own handler of Ctrl-C only raises KeyboardInterrupt.
                 if callable(handler) and handler is not signal.default_int_handler:
                     state.scripts_handlers[number] = handler
+        if self._handlers:
+            # A run before this one, in a notebook, may have ended in another phase.
+            state.phase = Phase.STARTS
         if requeue_signal is None:
             return
         # SIGHUP may be the one, and was taken over above.

@@ -141,6 +141,7 @@ class RunFiles:
         maker = CheckpointMaker(trainer, add_state)
         # Even if the previous save has failed, this one is made: the other ranks wait for it there.
         failure = self._wait_for_previous_save()
+        self.costs.seconds_before = self.costs.last_seconds or None
         try:
             checkpoint = maker.make(target)
             if checkpoint is not None and failure is None:
@@ -150,8 +151,11 @@ class RunFiles:
         except (UserError, NotPlain) as error:
             failure = failure or str(error)
         finally:
-            self.costs.last_wait_seconds = time.perf_counter() - begun
-            self.costs.wait_seconds += self.costs.last_wait_seconds
+            waited = time.perf_counter() - begun
+            self.costs.wait_seconds += waited
+            if self.trouble.reason is None:
+                # A save that has failed says nothing of what one costs.
+                self.costs.last_wait_seconds = waited
         failures = [reason for reason in gather_from_ranks(failure, group) if reason]
         if failures:
             reason = failures[0].rstrip(".")
@@ -200,18 +204,18 @@ class RunFiles:
         try:
             flush()
         except NotWritten as error:
-            self._note_not_written(job, checkpoint, error)
+            self._note_not_written(job, checkpoint, error, is_copy=False)
             return
         staged = None if size < WRITTEN_AT_ONCE else self._staged(checkpoint, private)
         if staged is None:
-            self._to_disk(job, checkpoint)
+            self._to_disk(job, checkpoint, is_copy=False)
             self.costs.last_background_seconds = 0.0
             return
         staging = self._staging
 
         def write_staged() -> None:
             staging.wait()
-            self._to_disk(job, staged)
+            self._to_disk(job, staged, is_copy=True)
             self.costs.last_background_seconds = self.costs.last_write_seconds
 
         self._thread.begin(write_staged)
@@ -228,19 +232,19 @@ class RunFiles:
             self.let_go()
             return None
 
-    def _to_disk(self, job: WriteJob, checkpoint: dict[str, Any]) -> None:
+    def _to_disk(self, job: WriteJob, checkpoint: dict[str, Any], is_copy: bool) -> None:
         """Bring a checkpoint that nobody changes meanwhile to the disk. A disk that is full is no
-        error: the trouble is told, and the next save is tried.
+        error: the trouble is told, and the next save is tried. ``is_copy``: in memory of its own.
         """
         begun = time.perf_counter()
         try:
             self._write_waiting_best(job)
             job.io.write(checkpoint, job.target)
         except NotWritten as error:
-            self._note_not_written(job, checkpoint, error)
+            self._note_not_written(job, checkpoint, error, is_copy)
         else:
             self._copy_and_tell(job)
-        self.costs.last_write_seconds = time.perf_counter() - begun
+            self.costs.last_write_seconds = time.perf_counter() - begun
 
     def _copy_and_tell(self, job: WriteJob) -> None:
         """The target is on the disk. The best comes before the last: a run that is killed in
@@ -262,14 +266,17 @@ class RunFiles:
         self._waiting_best = None
 
     def _note_not_written(
-        self, job: WriteJob, checkpoint: dict[str, Any], error: NotWritten
+        self, job: WriteJob, checkpoint: dict[str, Any], error: NotWritten, is_copy: bool
     ) -> None:
         """Tell of the trouble, and keep a best in memory of its own, as long as there is some."""
         self.trouble.note(str(error))
         if job.target == self.best:
+            # The next save takes other memory.
             self.let_go()
-            self._waiting_best = self._staged(checkpoint, ())
+            self._waiting_best = checkpoint if is_copy else self._staged(checkpoint, ())
             self.let_go()
+            if self._waiting_best is None:
+                say(f"there is no memory to keep the new best: {self.best} stays an older one.")
 
 
 class CheckpointMaker(TorchCheckpointIO):
@@ -343,11 +350,19 @@ class Costs:
     last_write_seconds: float = 0.0
     last_background_seconds: float = 0.0
     last_bytes: int = 0
+    # What the save before it has taken. None: there was none.
+    seconds_before: float | None = None
 
     @property
     def last_seconds(self) -> float:
         """What the last save took: the wait, and the write in the background."""
         return self.last_wait_seconds + self.last_background_seconds
+
+    @property
+    def usual_seconds(self) -> float:
+        """What a save takes. One that a disk has slowed down does not count."""
+        last = self.last_seconds
+        return last if self.seconds_before is None else min(last, self.seconds_before)
 
 
 def restored_by_lightning(trainer: Trainer) -> set[str]:
