@@ -1206,7 +1206,7 @@ def test_a_stream_with_a_state_goes_on_where_its_checkpoint_was_taken() -> None:
 
         def on_train_batch_end(self, *_: Any) -> None:
             if self.trainer.fit_loop.total_batch_idx == 4:
-                states.append(loading.positions[0].state_after(5, epoch_ends=False))
+                states.append(loading.positions[0].state_to_start_after(5, epoch_ends=False))
 
     states: list[Any] = []
     loading = RunLoaders(seed=0)
@@ -1397,7 +1397,7 @@ def test_a_state_that_is_right_at_the_end_of_an_epoch_alone_is_kept_there() -> N
     assert len(loading.lines) == 1
     assert "which gives other samples when it goes on from its state_dict" in loading.lines[0]
     list(whole)
-    state = loading.positions[0].state_after(6, epoch_ends=True)
+    state = loading.positions[0].state_to_start_after(6, epoch_ends=True)
     trainer.current_epoch = 1
     second = list(whole)
     _, resumed = started(1)
@@ -1771,7 +1771,7 @@ def test_a_state_that_was_proved_gives_exactly_the_rest(make: Any) -> None:
     for batch in whole:
         batches.append(batch)
         if len(batches) == 3:
-            state = loading.positions[0].state_after(3, epoch_ends=False)
+            state = loading.positions[0].state_to_start_after(3, epoch_ends=False)
     assert torch.equal(torch.get_rng_state(), generators)
     _, rest = started(DataStart(epoch=1, batches=3, loader_states=[state]))
     found = list(rest)

@@ -769,7 +769,9 @@ def test_an_early_stop_is_taken(one: Trainer) -> None:
 def test_loader_positions_tell_whether_the_epoch_is_over(one: Trainer) -> None:
     asked: list[Any] = []
     loading: Any = SimpleNamespace(
-        positions=[SimpleNamespace(state_after=lambda *words: asked.append(words) or (0, None))]
+        positions=[
+            SimpleNamespace(state_to_start_after=lambda *words: asked.append(words) or (0, None))
+        ]
     )
     part = LoaderStates(loading)
     part.epoch_is_over = True

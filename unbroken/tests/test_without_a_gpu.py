@@ -19,7 +19,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from lightning.pytorch.plugins import Precision
 from torch import nn
-from unbroken.checkpoint.noted import has_room_for
+from unbroken.checkpoint.before_hooks import has_room_for
 from unbroken.checkpoint.shared_buffers import share_buffers
 from unbroken.errors import UserError
 from unbroken.lightning_internals import average_on_the_device, averaged_models

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from unbroken import lightning_internals
-from unbroken.checkpoint.kept import KeptParts
-from unbroken.checkpoint.noted import (
+from unbroken.checkpoint.before_hooks import (
     EXTRA_STATE,
     OptimizerGroups,
     Schedules,
     SwappedWeights,
     give_extra_states,
 )
+from unbroken.checkpoint.kept import KeptParts
 from unbroken.checkpoint.snapshot import Snapshot, entries_of_users
 from unbroken.loading.log_steps import SHARDING
 from unbroken.parts.hyperparameters import plain_groups

@@ -2,32 +2,51 @@
 
 In the order in which it happens:
 
-1. Lightning has read the checkpoint, and calls :meth:`Restoring.read`. It sets where the loaders
-   start, because most of them are made after this.
+1. Lightning has read the checkpoint, and calls :meth:`Restoring.read`. It notes where the loaders
+   start (``DataStart``), because most of them are made after this, and ask for it.
 2. The user's start-up hooks act, as in a new run. Before they do, what they may change is noted
    (:meth:`Restoring.fit_starts`, :meth:`Restoring.training_starts`).
 3. All these hooks are done. If the run resumes inside an epoch, :meth:`Restoring.restore` calls
    ``on_train_epoch_start``, which Lightning leaves out there. It puts the loaders where training
    starts, undoes what the hooks have changed, and gives every part back.
 4. Lightning tells the loaders' samplers the epoch, and they may draw. So the generators are given
-   back once more before the epoch's batches are read (:meth:`Restoring.give_generators_again`;
-   a loader without a length has read its first batch by then, and left the generators as they
-   were). After the first batch nothing is left to give back (:meth:`Restoring.batch_ends`).
+   back once more before the epoch's batches are read (:meth:`Restoring.give_generators_again`).
+   This takes nothing back: the save came after both. After the first batch nothing is left to give
+   back (:meth:`Restoring.batch_ends`).
 
-Why a run that is resumed inside an epoch is the run that was not stopped:
+Why a run that was killed inside an epoch, and is resumed, ends as the one that was not. Each step
+names what makes it true, and on what condition:
 
-- It gets the same batches, with the same random numbers in them, by the checkpoint's seed
-  (:meth:`Restoring._keep_seeds_of`) and the number of batches that it has trained on.
-  ``loading/__init__.py`` says how.
-- The loops begin with the next batch. A checkpoint's counters never show a batch as half done: each
-  is either finished or not begun (``clean_counters`` in parts/loops.py).
-- What steps and hooks have changed since the start is in the checkpoint: in Lightning's own
-  entries, or in a part (kept.py has the list). Generators of random numbers come last of the parts
-  in memory, since giving back any other part may draw. Parts with files follow, and draw nothing.
-- Of the hooks that are called again, what the checkpoint holds is loaded over what ``setup`` and
-  ``configure_*`` have done, and what ``on_fit_start``, ``on_train_start`` and
-  ``on_train_epoch_start`` change of it is undone (noted.py). The sanity check is not made again,
-  and no hook of a batch or a validation that is done is called.
+1. The run resumes from its last save, and not from where it was killed. The steps between them are
+   computed again. They give the same bits if the operations do: on a GPU add ``--deterministic
+   true``, and leave the number of threads and ranks as it was (other ones are told).
+2. A save comes between two batches (``Hooks._before_batch``; the end of saving.py's step 2). Batch
+   k - 1 is done with its logging and its validation. Batch k has been fetched, and no hook of it
+   was called. Gradients of an optimizer step that is not complete are a part (``Gradients``).
+   To save changes nothing of the training (``KeptParts.without_a_trace``), and the file is whole,
+   or is the one before (``written_atomically`` in storage/files.py).
+3. The loops begin with batch k. A checkpoint's counters never show a batch as half done
+   (``clean_counters`` in parts/loops.py); k is their number of completed batches (``Resume.of``).
+4. The order of samples is drawn again, from the checkpoint's seed and the epoch
+   (:meth:`Restoring._keep_seeds_of`, ``ExactBatches._order`` in loading/batches.py) and from what
+   the sampler held as the pass began, and the first k batches are left out. A sampler of one's own
+   needs ``set_epoch`` or a state; a line says where it has neither (loading/faults.py).
+5. Batch k has the same random numbers in it: they come from (seed, rank, epoch, k), and a fetch
+   leaves the CPU's generators as it found them (loading/fetch.py). So it is no matter that batch k
+   is fetched a second time. A sample must be a function of its key, the epoch and these numbers:
+   that is tried before training (loading/repeating.py). It may not draw on the GPU in this process:
+   that is neither isolated nor told. Of streams and loaders of one's own a state is kept after
+   every batch, or they resume between epochs alone (loading/__init__.py, its step 3).
+6. All else that steps and hooks have changed since the start is in the checkpoint: in Lightning's
+   own entries, or in a part (kept.py has the list, docs/how_it_works.md what each is for). The
+   generators come last of the parts in memory, since giving back any other part may draw. What an
+   object of the user's holds, and cannot be kept, is told as it changes
+   (parts/undeclared/not_kept.py). Global variables are seen by nobody.
+7. Hooks that are called a second time change nothing. ``setup`` and ``configure_*`` run before the
+   checkpoint is loaded, so it wins. ``on_fit_start``, ``on_train_start`` and
+   ``on_train_epoch_start`` run after it: what they change of saved values is undone
+   (before_hooks.py), and what nobody saves stays as they set it. The sanity check, and hooks of
+   batches and validations that are done, are not called.
 
 Where a run was stopped in the validation after its last step, ``max_steps`` is reached, and
 Lightning would enter no epoch. So ``max_steps`` is one step more until that validation is over
@@ -45,23 +64,23 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from unbroken import lightning_internals
+from unbroken.checkpoint.before_hooks import (
+    BeforeHooks,
+    CallbackStates,
+    DataState,
+    ExtraStates,
+    OptimizerStates,
+    OwnEntries,
+    Schedules,
+    WeightValues,
+    give_back_all,
+)
 from unbroken.checkpoint.following import Best
 from unbroken.checkpoint.kept import KeptParts
 from unbroken.checkpoint.not_exact import (
     is_after_epoch_for_batch_norms,
     mend_states_of_lightnings_callbacks,
     why_loaders_need_whole_epochs,
-)
-from unbroken.checkpoint.noted import (
-    CallbackStates,
-    DataState,
-    ExtraStates,
-    Noted,
-    OptimizerStates,
-    OwnEntries,
-    Schedules,
-    WeightValues,
-    give_back_all,
 )
 from unbroken.checkpoint.other_version import note_of_version
 from unbroken.checkpoint.own_folder import OwnFolder
@@ -131,7 +150,7 @@ class Restoring:
         self._start_is_settled = False
         # None: nothing is left to give back.
         self._resume: Resume | None = None
-        self._noted_before_hooks: list[Noted] = []
+        self._before_hooks: list[BeforeHooks] = []
         self._state_types: StateTypes | None = None
         self._batches_validated_before: dict[int, int] = {}
         # The Trainer's own number, while it is 0 so that a resumed run makes no sanity check.
@@ -293,17 +312,17 @@ class Restoring:
         if trainer.strategy.restore_checkpoint_after_setup:
             # Such a strategy loads after on_fit_start, and so over what it has changed.
             self._note_loaded(trainer)
-        self._noted_before_hooks = [
+        self._before_hooks = [
             OptimizerStates(trainer),
             Schedules(trainer),
-            *self._noted_before_hooks,
+            *self._before_hooks,
         ]
 
     def _note_loaded(self, trainer: Trainer) -> None:
         # What a module or callback saves and loads by hooks of its own comes last: to give back the
         # others may call code that counts it.
         kinds = (WeightValues, CallbackStates, DataState, ExtraStates, OwnEntries)
-        self._noted_before_hooks = [kind(trainer) for kind in kinds]
+        self._before_hooks = [kind(trainer) for kind in kinds]
 
     # 3. All start-up hooks are done
 
@@ -351,8 +370,8 @@ class Restoring:
         # The hooks of the epoch's start have changed attributes. What the module loads itself comes
         # later, and stays.
         kept.objects.undo(trainer)
-        give_back_all(self._noted_before_hooks, trainer)
-        self._noted_before_hooks = []
+        give_back_all(self._before_hooks, trainer)
+        self._before_hooks = []
         other_batches = resume.recount_batches(trainer, self._loading)
         if other_batches is not None:
             self._lines.append(other_batches)

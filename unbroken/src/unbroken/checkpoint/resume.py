@@ -223,8 +223,8 @@ def call_epoch_start_again(trainer: Trainer) -> None:
     goes on.
 
     It brings what they set for an epoch and nobody keeps, such as an attribute of a callback.
-    Lightning leaves the hook out there. What is kept, or noted before (noted.py), is given back
-    after it.
+    Lightning leaves the hook out there. What is kept, or noted before (before_hooks.py), is given
+    back after it.
     """
     module = trainer.lightning_module
     again = users_callbacks(trainer)

@@ -3,11 +3,11 @@
 A run is saved
 
 - before the next batch (:meth:`Saving.before_batch`), where the time or the steps between two saves
-  are over (interval.py; this save is put off while the previous one is being written), where a
-  validation has found a new best, or where the run is asked to stop. With loaders that cannot start
-  inside an epoch only a new best is saved there;
+  are over (interval.py), where a validation has found a new best, or where the run is asked to
+  stop. The first of these is put off while the previous save is being written. With loaders that
+  cannot start inside an epoch only a new best is saved there;
 - between two epochs (:meth:`Saving.between_epochs`). Where the previous save is so recent that
-  another one would cost too much (interval.py), a state of 16 MiB or more is not saved there,
+  another one would cost too much (interval.py), a state that a thread writes is not saved there,
   unless it is a new best, or a save or a stop was asked for;
 - inside a validation, where the run is asked to stop: the state is that of the validation's start;
 - after the last epoch (:meth:`Saving.training_ends`).
@@ -20,16 +20,20 @@ hooks.py calls these methods. In the order in which it happens:
    it together.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
-   :meth:`Saving.save_and_maybe_stop` saves it. The batch before is done with its logging and
-   its validation, and no hook of the next one was called. (validation.py takes the parts for a stop
-   inside a validation.)
+   :meth:`Saving.save_and_maybe_stop` saves it, unless nobody could resume from there
+   (:meth:`Saving._plan`). The batch before is done with its logging and its validation, and no hook
+   of the next one was called. (validation.py takes the parts for a stop inside a validation.)
 3. :class:`unbroken.storage.run_files.RunFiles` waits until the previous save is written. It lets
-   Lightning make its checkpoint. Lightning calls our ``on_save_checkpoint`` (hooks.py) as it does
-   so, which calls ``CheckpointMaker.lightning_has_made`` (run_files.py), which calls
-   :meth:`Saving._put_state_into` to add what Lightning's checkpoint lacks. A state of less than 16
-   MiB is written while training waits; a larger one is copied, and a thread writes the copy. A new
-   best is written to ``best.ckpt`` and, if a run can resume from this state, copied to
-   ``last.ckpt``; any other save is written to ``last.ckpt`` alone.
+   Lightning make its checkpoint, which calls
+
+   - our ``on_save_checkpoint`` (hooks.py), which calls
+   - ``CheckpointMaker.lightning_has_made`` (run_files.py), which calls
+   - :meth:`Saving._put_state_into`, which adds what Lightning's checkpoint lacks.
+
+   A state whose tensors have less than 16 MiB is written while training waits; a larger one is
+   copied, and a thread writes the copy. A new best is written to ``best.ckpt`` and, if a run can
+   resume from this state, copied to ``last.ckpt``; any other save is written to ``last.ckpt``
+   alone. What may fail, and what follows, stands at the head of run_files.py.
 4. A file is written beside its target, flushed to the disk, and renamed
    (:func:`unbroken.storage.files.written_atomically`). Then :meth:`Saving._note_saved` sets
    ``saved_step`` and hands the files to the mirror, in the thread that has written them.
@@ -227,7 +231,8 @@ class Saving:
         self, trainer: Trainer, snapshot: Snapshot | None, is_end: bool = False
     ) -> None:
         """Save a snapshot, unless there is none. Then raise Stopped if the ranks have agreed to
-        stop. The last save of a run (``is_end``, or a stop) is on the disk then.
+        stop. By then the last save of a run is on the disk: at its end (``is_end``) or a stop this
+        one, or the one before where nothing is saved here.
 
         Raises:
             Stopped: The ranks have agreed to.

@@ -1,5 +1,5 @@
-"""A state between two optimizer steps: every kept part, and how Lightning's own entries were at
-that moment.
+"""A state between two batches: every kept part, and how Lightning's own entries were at that
+moment.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch.nn.parameter import is_lazy
-from unbroken.checkpoint.noted import OwnEntries, extra_states
+from unbroken.checkpoint.before_hooks import OwnEntries, extra_states
 from unbroken.parts.loops import SavePoint
 from unbroken.parts.part import Part
 from unbroken.storage.savable import plain_entries

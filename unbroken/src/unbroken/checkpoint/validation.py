@@ -7,14 +7,14 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from unbroken import contract, lightning_internals
-from unbroken.checkpoint.kept import KeptParts
-from unbroken.checkpoint.noted import (
-    Noted,
+from unbroken.checkpoint.before_hooks import (
+    BeforeHooks,
     OptimizerGroups,
     Schedules,
     SwappedWeights,
     give_back_all,
 )
+from unbroken.checkpoint.kept import KeptParts
 from unbroken.checkpoint.shared_buffers import share_buffers_in_next_pass
 from unbroken.checkpoint.snapshot import Snapshot
 from unbroken.loading.log_steps import is_optimizer_step
@@ -30,7 +30,7 @@ class Validation:
         # None: no validation runs, or it is the sanity check, where a stop saves nothing.
         self._snapshot: Snapshot | None = None
         # What its hooks may change of the training.
-        self._noted: list[Noted] = []
+        self._before_hooks: list[BeforeHooks] = []
         # The versions of weights of which no copy is noted.
         self._versions: dict[str, tuple[int, int]] = {}
         # Whether a validation has changed weights by other ways than the hooks of its start. From
@@ -44,15 +44,15 @@ class Validation:
 
     def starts(self, trainer: Trainer) -> None:
         """Take what a stop inside the validation saves."""
-        self._noted = []
+        self._before_hooks = []
         self._versions = {}
         if self._may_change_weights(trainer) and not trainer.sanity_checking:
-            self._noted = [SwappedWeights(trainer)]
+            self._before_hooks = [SwappedWeights(trainer)]
         else:
             self._versions = lightning_internals.versions_of(trainer.lightning_module)
         if trainer.sanity_checking:
             return
-        self._noted += [Schedules(trainer), OptimizerGroups(trainer)]
+        self._before_hooks += [Schedules(trainer), OptimizerGroups(trainer)]
         self._snapshot = self._kept.take_before_validation(trainer)
 
     def state_for_a_stop(self, trainer: Trainer) -> Snapshot | None:
@@ -69,7 +69,7 @@ class Validation:
         if self._has_changed_weights(trainer):
             say("this validation has changed weights: the run goes on from the checkpoint before.")
             return None
-        give_back_all(self._noted, trainer)
+        give_back_all(self._before_hooks, trainer)
         # The user's own on_save_checkpoint is called later and saves what his objects hold then.
         self._kept.return_objects_to(trainer, snapshot)
         self._kept.add_unchanged(trainer, snapshot)
@@ -80,7 +80,7 @@ class Validation:
         if self._has_changed_weights(trainer):
             self._changes_weights = True
         self._snapshot = None
-        self._noted = []
+        self._before_hooks = []
         self._versions = {}
         share_buffers_in_next_pass(trainer)
         if not trainer.sanity_checking:

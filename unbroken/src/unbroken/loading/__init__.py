@@ -14,12 +14,14 @@ How a resume in the middle of an epoch is exact:
 2. A plain loader over a dataset that is asked by keys becomes an :class:`ExactLoader`. The order of
    an epoch's samples is drawn from (seed, epoch), and cut into batches and shares:
    :class:`ExactBatches` (batches.py). To start at batch k, the same order is drawn again, and the
-   first k batches are left out; no sample is loaded for them. (A sampler that has a ``state_dict``
-   is put back into its saved state before it is asked again.) The random numbers of batch k, in
-   this process or in a worker, come from (seed, rank, epoch, k), and the process's own generators
-   are put back: :class:`Fetch` (fetch.py). So neither the order nor a random transform depends on
-   what was read before, or by which worker. Batches that workers had loaded ahead at a save are
-   loaded again.
+   first k batches are left out; no sample is loaded for them. (What the sampler held as the pass
+   began is kept, such as weights that training changes since, or its ``state_dict``; the sampler
+   has it as it is asked again, and then gets what it held at the save.) The random numbers of batch
+   k, in this process or in a worker, come from (seed, rank, epoch, k), and each fetch leaves this
+   process's CPU generators as it found them: :class:`Fetch` (fetch.py; a ``gather`` that draws from
+   Python's or NumPy's generator must do so for each batch). So neither the order nor a random
+   transform depends on what was read before, or by which worker. Batches that were fetched ahead of
+   a save are fetched again.
 3. Anything else (a stream, a loader of the user's own) becomes a :class:`WatchedLoader`. Nobody can
    leave out its first k batches. If it has a state, the state is kept after every batch, and loaded
    again. It is tried before training (proof.py), and what is not exact is said (faults.py). Where
@@ -27,9 +29,10 @@ How a resume in the middle of an epoch is exact:
 4. The seed is given, or is what torch's generator would give next (:meth:`RunLoaders.settle_seed`).
    A loader or sampler with a generator of its own has a seed from that one (``seeds_of``). All are
    kept in every checkpoint.
-5. A checkpoint holds, for each loader, what :meth:`LoaderPosition.state_after` returns
-   (position.py). The epoch, and how many of its batches are done, are in Lightning's own counters.
-   A resumed run makes a :class:`DataStart` of both (``Resume.of`` in checkpoint/resume.py).
+5. A checkpoint holds, for each loader, what :meth:`LoaderPosition.state_to_start_after` returns
+   (position.py); for most plain ones that is nothing. The epoch, and how many of its batches are
+   done, are in Lightning's own counters. A resumed run makes a :class:`DataStart` of both
+   (``Resume.of`` in checkpoint/resume.py).
 6. :meth:`RunLoaders.begin` puts the loaders there when the hooks of the training's start are done.
    Lightning has called ``iter(loader)`` by then, and nothing was read: ``ExactLoader.__iter__`` is
    a generator, which looks where to start when its first batch is asked for.

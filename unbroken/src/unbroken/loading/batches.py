@@ -119,12 +119,12 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
             return super().state()
         return what_decides_the_order(self.source)
 
-    def state_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
-        """See :meth:`LoaderPosition.state_after`. The state has two halves: the sampler's as the
-        pass began, by which the order is drawn again, and that of now, because training may have
-        changed it since. None: it is as the user has made it.
+    def state_to_start_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
+        """See the base class. A state has two halves: the sampler's as the pass began, by which the
+        order is drawn again, and that of now, because training may have changed it since. None: it
+        is as the user has made it.
         """
-        place, begun = super().state_after(batches, epoch_ends)
+        place, begun = super().state_to_start_after(batches, epoch_ends)
         now = self.state()
         if epoch_ends or self._is_same(begun, now):
             begun = None

@@ -1,5 +1,5 @@
 """Where training is in its loaders. A checkpoint holds two things of each: the state of what has
-one (:meth:`LoaderPosition.state_after`), and how its batches are cut.
+one (:meth:`LoaderPosition.state_to_start_after`), and how its batches are cut.
 """
 
 import copy
@@ -114,7 +114,7 @@ class LoaderPosition:
         """Load a state. A copy, because some objects change what they were given."""
         self.stateful.load_state_dict(copy.deepcopy(state))
 
-    def state_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
+    def state_to_start_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
         """What :meth:`start_at` needs besides a :class:`DataStart`, to start after so many batches
         of this epoch. Nothing is changed.
 

@@ -157,7 +157,7 @@ def _trial_of_next_epoch(loader: WatchedLoader, batches: int | None) -> Trial:
     ends_here = loader.finished or done == batches
     if loader.stateful is not None and not ends_here:
         raise TimeoutError("its first epoch is too long")
-    start = DataStart(1, loader_states=[loader.state_after(done, epoch_ends=True)])
+    start = DataStart(1, loader_states=[loader.state_to_start_after(done, epoch_ends=True)])
     loader.end_epoch(done)
     loader.set_epoch(1)
     return Trial(start, copy.deepcopy(list(islice(loader, COMPARED))))
@@ -186,7 +186,9 @@ def _trials(loader: WatchedLoader, end: float) -> list[Trial]:
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
         if epoch:
-            start = DataStart(epoch, loader_states=[loader.state_after(done, epoch_ends=True)])
+            start = DataStart(
+                epoch, loader_states=[loader.state_to_start_after(done, epoch_ends=True)]
+            )
             loader.end_epoch(done)
             trials.append(Trial(start, []))
         for done, batch in enumerate(loader, start=1):
@@ -197,7 +199,7 @@ def _trials(loader: WatchedLoader, end: float) -> list[Trial]:
                 if is_behind and len(trial.batches) < COMPARED:
                     trial.batches.append(kept)
             if done in TRIED:
-                place = loader.state_after(done, epoch_ends=False)
+                place = loader.state_to_start_after(done, epoch_ends=False)
                 trials.append(Trial(DataStart(epoch, done, loader_states=[place]), []))
             if done == MOST_BATCHES or time.monotonic() > end:
                 return trials

@@ -39,7 +39,7 @@ class RunLoaders:
         positions: Where training is in each of its loaders of this epoch.
         loaded_at: The epoch for which these loaders were made. None: there are none yet.
         read_early: Whether Lightning reads before the module's hooks: it does so where a loader has
-            no length. What that draws is undone, since generators are given back later.
+            no length. What that draws is undone: a resumed run gives its generators back later.
     """
 
     def __init__(self, seed: int | None = None, lines: list[str] | None = None) -> None:

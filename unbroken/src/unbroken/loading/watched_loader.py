@@ -225,9 +225,9 @@ class WatchedLoader(LoaderPosition):
             if isinstance(part, contract.OrdersByEpoch):
                 part.set_epoch(epoch)
 
-    def state_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
+    def state_to_start_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
         if not epoch_ends:
-            return super().state_after(batches, epoch_ends)
+            return super().state_to_start_after(batches, epoch_ends)
         # Where the epoch ended before the loader did, the next pass begins behind the batches that
         # were trained on.
         return 0, self.next_state if self.finished else self.states.get(batches)
@@ -312,7 +312,7 @@ class StatefulLiveLoader(LiveLoader):
         if position.stateful is None or position.batches_now is None:
             with isolate_rng(include_cuda=False):
                 return position.loader.state_dict()
-        return position.state_after(position.batches_now(), epoch_ends=False)[1]
+        return position.state_to_start_after(position.batches_now(), epoch_ends=False)[1]
 
     def load_state_dict(self, state: Any) -> None:
         """Put the loader into a state before it is read."""

@@ -27,7 +27,9 @@ class LoaderStates(Note):
 
     def take(self, trainer: Trainer) -> list[tuple[int, Any]]:
         done = trainer.fit_loop.epoch_loop.batch_progress.current.completed
-        return [each.state_after(done, self.epoch_is_over) for each in self.loading.positions]
+        return [
+            each.state_to_start_after(done, self.epoch_is_over) for each in self.loading.positions
+        ]
 
 
 class BatchSizes(Note):

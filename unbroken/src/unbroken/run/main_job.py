@@ -117,7 +117,7 @@ def train_in(run: RunFolder, config: Configuration, build: Build) -> RunResult:
         trainer = build(config, run)
         return train(config, run, trainer)
     except BaseException as error:
-        is_stop = isinstance(error, signals.Stopped) and signals.state.has_begun
+        is_stop = isinstance(error, signals.Stopped) and signals.state.start_is_over
         if not is_stop:
             if run.mirror is not None:
                 say(*run.mirror.finish(signals.seconds_left()))
@@ -162,7 +162,7 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
         is_tested = True
         if trainer.world_size == 1:
             # Every step is saved. Several ranks end together.
-            signals.all_is_saved()
+            signals.raise_from_now_on()
         finish(trainer, result)
         if trainer.is_global_zero:
             # Last: a run with a summary is complete.
@@ -180,7 +180,7 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
                 # With one rank a further signal gives up what follows. With several it does not:
                 # torchrun signals the remaining ranks as soon as one has ended.
                 if trainer.world_size == 1:
-                    signals.all_is_saved()
+                    signals.raise_from_now_on()
                 finish(trainer, result_of(config, run, trainer, signal.Signals(stop.signum).name))
             if run.mirror is not None and trainer.is_global_zero:
                 run.mirror.take()

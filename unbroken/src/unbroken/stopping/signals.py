@@ -2,16 +2,18 @@
 
 It depends on the phase in which the process is (:class:`Phase`):
 
-| phase | from | the first signal | a later signal (the first came in this phase or before) |
+| phase | from | the process's first signal | every further one |
 | --- | --- | --- | --- |
-| IMPORTS | the start of a command | ends the process at once | (the process has ended) |
-| STARTS | its imports are done, or a script's Trainer sets up | raises Stopped | changes nothing |
-| RUNS | training, or a validation or test of its own, begins | is noted | changes nothing |
-| SAVED | a command of one rank has its report left to write | raises Stopped | raises Stopped |
-| ENDS | the command is done | ends the process at once | ends the process at once |
+| IMPORTS | :func:`install`: a command starts | ends the process at once | (it has ended) |
+| STARTS | :func:`imports_are_done`, or a script's Trainer sets up | raises Stopped | nothing |
+| RUNS | :func:`note_from_now_on`: training, or a validation or test, begins | is noted | nothing |
+| SAVED | :func:`raise_from_now_on`: one rank, its report is left | raises Stopped | the same |
+| ENDS | :func:`command_is_done` | ends the process at once | the same |
 
-What follows when a signal was noted stands in stopping/__init__.py. The sanity check comes before
-training begins: it belongs to STARTS.
+What follows when a signal was noted, and what a second Ctrl-C does in commands and scripts, stands
+in stopping/__init__.py. The sanity check comes before training begins: it belongs to STARTS. A rank
+that another one has started does nothing in IMPORTS and STARTS but tell rank zero, as long as that
+one lives.
 
 ``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase
 from the Trainer's setup on: the run stops before its next batch, and its job is queued again.
@@ -20,7 +22,7 @@ In RUNS no number of signals ends the process, whatever hangs, such as a disk; S
 Before training has begun there is nothing to save. In a command, where a library does not let a
 signal through, a thread ends the process 1.5 s later (:func:`watch`), or twice as long in a rank
 that another one has started. Before rank zero ends itself, it kills the ranks that it has started,
-since they would fail without it. In a command, a signal to one of them is passed on to rank zero.
+since they would fail without it.
 
 The first signal of a process says how it ends (in ENDS the one that comes); of several ranks, the
 largest request (agreement.py). A script's own handlers are called at every signal. In RUNS the
@@ -28,11 +30,9 @@ last exception that they raise ends the run, in the place of ``Stopped``, when t
 other times it is raised at once.
 
 A command with one rank is SAVED when its test is done, or when Lightning has ended a run that was
-stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up what is left: report and
-summary, and the rest of the mirror. With several ranks it stays RUNS to the end, since all of them
-must end together; a signal that comes after the last batch of the test is noted, and changes
-nothing any more. A script's handlers are its own again in the callback's ``teardown`` or
-``on_exception`` (:meth:`ScriptSignals.end`).
+stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up report and summary; the
+mirror gets what is left of 8 s since the first signal, and a further one ends that, too. With
+several ranks it stays RUNS to the end, since all of them must end together.
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """
@@ -115,7 +115,7 @@ class State:
         self.scripts_handlers: dict[int, Any] = {}
 
     @property
-    def has_begun(self) -> bool:
+    def start_is_over(self) -> bool:
         """Whether training or a test has begun."""
         return self.phase not in (Phase.IMPORTS, Phase.STARTS)
 
@@ -224,7 +224,7 @@ def watch(clean_up: Callable[[], None] | None = None) -> None:
     """
     state.clean_up = clean_up
     is_ours = signal.getsignal(signal.SIGTERM) is _handle
-    if state.watched or state.has_begun or not is_ours or sys.platform == "win32":
+    if state.watched or state.start_is_over or not is_ours or sys.platform == "win32":
         return
     state.watched = True
     reading, writing = os.pipe()
@@ -248,7 +248,7 @@ def note_from_now_on() -> None:
     _stop_watching()
 
 
-def all_is_saved() -> None:
+def raise_from_now_on() -> None:
     """What can be saved is saved: from now on a signal is raised when it comes."""
     state.phase = Phase.SAVED
 
@@ -299,7 +299,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
     signum = as_stop(number)
     is_first = _keep_first(signum)
     _call_the_scripts(number, frame)
-    if not state.has_begun and is_child() and _tell_rank_zero(signum):
+    if not state.start_is_over and is_child() and _tell_rank_zero(signum):
         # Rank zero ends this process, and would be killed itself if this one ended first.
         return
     if state.phase in (Phase.IMPORTS, Phase.ENDS):
@@ -337,10 +337,10 @@ def _call_the_scripts(number: int, frame: FrameType | None) -> None:
 
 
 def _watch(reading: int) -> None:
-    while not state.has_begun:
+    while not state.start_is_over:
         number = os.read(reading, 1)[0]
         # After SLURM's signal the run stops at its first step.
-        if number not in STOP_SIGNALS or state.has_begun or is_requeue(state.requested):
+        if number not in STOP_SIGNALS or state.start_is_over or is_requeue(state.requested):
             continue
         patience = START_UP_PATIENCE_S
         if is_child():
@@ -348,7 +348,7 @@ def _watch(reading: int) -> None:
             # Rank zero is the first to act.
             patience *= 2
         time.sleep(patience)
-        if not state.has_begun:
+        if not state.start_is_over:
             _end_ranks()
             if state.clean_up is not None:
                 state.clean_up()

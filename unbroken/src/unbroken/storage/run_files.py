@@ -1,4 +1,27 @@
-"""The two checkpoints of a run, ``last.ckpt`` and ``best.ckpt``: how they are written and kept."""
+"""The two checkpoints of a run, ``last.ckpt`` and ``best.ckpt``: how they are written and kept.
+
+What may come between, and what follows (checkpoint/saving.py says when a run is saved):
+
+- The run is killed, or the power fails, while a file is written. The file before is whole, and a
+  resume starts from it.
+- It is killed between a new best and its copy as last. A resume starts from the last before,
+  repeats the steps since, and looks for the best anew (restoring.py).
+- A bit of a file has flipped. A resume takes the other file, and a line says so (usable.py).
+- The disk takes no last. A line says so, the run goes on, and the next save tries again.
+- The disk takes no best. The same; the new best waits in memory and is written before the next
+  save. Where there is no memory for it, a line says that the best stays an older one, and a resume
+  looks for the best anew.
+- The disk takes a best, and not its copy as last. The next save tries again.
+- The disk does not take the last save of a run, at a second try either. The run ends with NotSaved;
+  a resume starts from the last before.
+- No file can hold the state. The run ends with one line, on all ranks.
+- The thread that writes has an error of another kind. Rank zero raises it before its next batch,
+  and the other ranks end with it.
+- There is no memory to copy a large state. Training waits for the disk.
+
+A save that has failed counts as no cost, nor does a single slow one: the next save comes when the
+time or the steps are over (interval.py).
+"""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ def run_epochs(
     folder = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True)
     with folder as root, redirect_stdout(terminal), redirect_stderr(terminal), ExitStack() as ends:
         # Between two runs there is no step for which a signal would wait.
-        ends.callback(signals.all_is_saved)
+        ends.callback(signals.raise_from_now_on)
         if bare:
             trainer = bare_trainer(config, root, clock)
             trainer.fit(config.module, datamodule=config.datamodule)

@@ -35,7 +35,7 @@ from unbroken.tensors.same_values import deep_copy, is_same
 EXTRA_STATE = "_extra_state"
 
 
-class Noted:
+class BeforeHooks:
     """One thing as it is when it is noted."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -46,13 +46,13 @@ class Noted:
         raise NotImplementedError
 
 
-def give_back_all(noted: Iterable[Noted], trainer: Trainer) -> None:
+def give_back_all(noted: Iterable[BeforeHooks], trainer: Trainer) -> None:
     """Give back what was noted, in this order."""
     for each in noted:
         each.give_back(trainer)
 
 
-class SwappedWeights(Noted):
+class SwappedWeights(BeforeHooks):
     """The parameters and buffers of the module, copied on their device, or in CPU memory where it
     has no room. To be given back where the run ends: hooks may have put other memory in their
     place, such as averaged weights, and this memory is left alone.
@@ -83,7 +83,7 @@ def has_room_for(tensors: Sequence[Tensor], device: torch.device) -> bool:
     return free >= 2 * sum(tensor.nbytes for tensor in tensors if tensor.device == device)
 
 
-class WeightValues(Noted):
+class WeightValues(BeforeHooks):
     """The parameters and buffers of the module, copied to the CPU. The run goes on with the memory
     that they have.
     """
@@ -98,7 +98,7 @@ class WeightValues(Noted):
                 tensor.copy_(value)
 
 
-class OptimizerGroups(Noted):
+class OptimizerGroups(BeforeHooks):
     """The groups of optimizers, and which state each parameter has. The state's tensors are not
     copied, since they may be larger than the weights: what hooks change inside them stays.
     """
@@ -124,7 +124,7 @@ class OptimizerGroups(Noted):
             optimizer.state.update(states)
 
 
-class OptimizerStates(Noted):
+class OptimizerStates(BeforeHooks):
     """The states of optimizers, copied."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -135,7 +135,7 @@ class OptimizerStates(Noted):
             optimizer.load_state_dict(state)
 
 
-class Schedules(Noted):
+class Schedules(BeforeHooks):
     """The states of learning-rate schedules. A hook may make one anew, of the same class: then that
     one gets the state.
     """
@@ -152,7 +152,7 @@ class Schedules(Noted):
                 config.scheduler.load_state_dict(state)
 
 
-class CallbackStates(Noted):
+class CallbackStates(BeforeHooks):
     """What the user's callbacks return as their states."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -165,7 +165,7 @@ class CallbackStates(Noted):
                 callback.load_state_dict(state)
 
 
-class DataState(Noted):
+class DataState(BeforeHooks):
     """The state of the data module, which may be None."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -177,7 +177,7 @@ class DataState(Noted):
             self.data.load_state_dict(self.state)
 
 
-class ExtraStates(Noted):
+class ExtraStates(BeforeHooks):
     """What parts of the module give a state dict beside tensors."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -187,7 +187,7 @@ class ExtraStates(Noted):
         give_extra_states(trainer.lightning_module, self.states)
 
 
-class OwnEntries(Noted):
+class OwnEntries(BeforeHooks):
     """What the ``on_save_checkpoint`` of the module and of the user's callbacks adds: something
     that they count and load themselves.
     """
