@@ -607,7 +607,7 @@ def test_a_metric_that_nobody_logs_ends_the_run_after_one_epoch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = error_of(capsys, *LINE, *SHORT, "--monitor", "val/acuracy", "--run_name", "r")
-    assert line.startswith("error: --monitor must be logged, got val/acuracy. Logged: ")
+    assert line.startswith("error: --monitor must be logged, got val/acuracy.")
     assert "val_loss" in line
     assert "train_loss_epoch" in line
     assert not (RUNS / "r").exists() or not list((RUNS / "r").glob("*.ckpt"))
@@ -618,7 +618,8 @@ def test_a_metric_that_nobody_logs_is_refused_where_a_module_has_no_validation(
 ) -> None:
     gan = ["--model", "configs.examples.gan.GAN", "--data", "null"]
     line = error_of(capsys, *gan, *SHORT, "--monitor", "gloss")
-    assert line == "error: --monitor must be logged, got gloss. Logged: d_loss, g_loss."
+    hint = "Did you mean g_loss? Logged: d_loss, g_loss."
+    assert line == f"error: --monitor must be logged, got gloss. {hint}"
 
 
 @pytest.mark.nightly

@@ -79,6 +79,16 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
         (["--checkpoint_every", "0"], ["--checkpoint_every", "got 0"]),
         (["--strategy", "dpp"], ["dpp"]),
         (["--devices", "640", "--accelerator", "cpu"], ["--devices", "640"]),
+        (["--devices", "0"], ["--devices must be at least 1", "got 0."]),
+        (["--devices=-1", "--accelerator", "cpu"], ["--devices must be at least 1", "got -1."]),
+        (
+            ["--trainer.callbacks+=EarlyStoping"],
+            ["callbacks", "got EarlyStoping. Did you mean EarlyStopping?"],
+        ),
+        (
+            ["--model", "foo.Bar"],
+            ["--model must be an import path", "got foo.Bar: No module named 'foo'."],
+        ),
         (["--config", "nowhere.yaml"], ["--config nowhere.yaml"]),
         (["--ckpt_path", "nowhere.ckpt"], ["--ckpt_path", "nowhere.ckpt"]),
         (["--ckpt_path", "last"], ["--ckpt_path last", "no run"]),

@@ -246,9 +246,11 @@ def test_all_settings_are_shown_where_they_are_asked_for_and_always_written(
 def test_a_long_text_is_cut_and_a_runs_name_is_whole_and_no_command_of_the_terminal(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
     name = "a-run-with-a-name-that-is-longer-than-any-text-is-shown\x1b[2J\u202e"
     make_run(root, name, optimizer="o" * 60)
+    monkeypatch.setenv("COLUMNS", "300")
+    assert "o" * 60 in shown(capsys, root), "there is room for it"
+    monkeypatch.setenv("COLUMNS", "130")
     told = shown(capsys, root)
     assert "o" * 23 + "…" in told
     assert "o" * 24 not in told

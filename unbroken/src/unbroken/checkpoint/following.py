@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from lightning.pytorch import LightningModule, Trainer
 from unbroken import contract
-from unbroken.errors import UserError, require
+from unbroken.errors import UserError, nearest, require
 from unbroken.parts.metrics import logged_since
 from unbroken.parts.part import Part
 from unbroken.stopping.ranks import gather_from_ranks, say
@@ -215,7 +215,8 @@ class Following(Part):
         must_be_there = self._in_validations is not None or is_typed_without_validation
         if must_be_there and best.monitor not in logged:
             names = ", ".join(sorted(logged))
-            raise UserError(f"--monitor must be logged, got {best.monitor}. Logged: {names}.")
+            hint = nearest(str(best.monitor), logged)
+            raise UserError(f"--monitor must be logged, got {best.monitor}.{hint} Logged: {names}.")
         in_epoch = logged_by_rank_zero(trainer, group, self._before_epoch)
         self._before_epoch = dict(trainer.callback_metrics)
         # Lightning counts the epoch that has ended already.

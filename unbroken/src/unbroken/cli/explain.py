@@ -55,6 +55,7 @@ def explain(message: str, options: Sequence[str], elsewhere: Mapping[str, str] =
         or _not_one_of(message, option)
         or told_as_words(option, message, _given)
         or _no_class(message, option)
+        or _no_class_there(message, option)
         or _of_another_kind(message, option)
         or f"{option}: {_innermost_reason(message)}"
     )
@@ -192,7 +193,32 @@ def _no_class(message: str, option: str) -> str | None:
     if not re.search("dot import path", message):
         return None
     allowed = "a known class or an import path (package.module.Class)"
-    return f"{option} must be {allowed}, got {_given(message)}."
+    given = _given(message)
+    hint = nearest(given, names_of_callbacks()) if option.endswith("callbacks") else ""
+    return f"{option} must be {allowed}, got {given}.{hint}"
+
+
+def _no_class_there(message: str, option: str) -> str | None:
+    """An import path that leads to nothing."""
+    pattern = r"given class_path '([\w.]+)': (No module named '[\w.]+'|module .+? has no attribute"
+    found = re.search(pattern + r" '\w+'|cannot import name '\w+'[^-]*)", message)
+    if found is None:
+        return None
+    return f"{option} must be an import path (package.module.Class), got {found[1]}: {found[2]}."
+
+
+def names_of_callbacks() -> list[str]:
+    """The names of the callbacks that there are, as far as they are imported."""
+    # Not before there is an error: it takes seconds.
+    from lightning.pytorch import Callback
+
+    found: list[str] = []
+    waiting = [Callback]
+    while waiting:
+        kind = waiting.pop()
+        waiting += kind.__subclasses__()
+        found.append(kind.__name__)
+    return found
 
 
 def _of_another_kind(message: str, option: str) -> str | None:

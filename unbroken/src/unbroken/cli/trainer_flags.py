@@ -172,12 +172,13 @@ def _refuse_devices(flags: dict[str, Any], world_size: int) -> None:
         fix = "Leave the flag away to train on what is here, or see the command devices."
         raise UserError(f"--accelerator {asked}: PyTorch finds no such device here. {fix}")
     devices = str(flags["devices"])
-    count = int(devices) if devices.isdigit() else 1
+    count = int(devices) if re.fullmatch(r"-?\d+", devices) else 1
+    require(count != 0, "--devices", "be at least 1, or auto", devices)
     if is_on_cpu(flags["accelerator"]):
         cores = threads.available_cores()
         most = PROCESSES_PER_CORE * cores
-        must = f"be at most {most} on this machine's {cores} CPU cores"
-        require(count <= most, "--devices", must, devices)
+        must = f"be at least 1 and at most {most} on this machine's {cores} CPU cores"
+        require(1 <= count <= most, "--devices", must, devices)
         if flags["sync_batchnorm"] and max(count, world_size) > 1:
             why = "--sync_batchnorm needs GPUs: PyTorch has none for CPUs."
             raise UserError(f"{why} Leave it away; before a validation the ranks share statistics.")

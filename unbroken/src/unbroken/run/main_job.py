@@ -333,9 +333,10 @@ def refuse_training_of_no_step(
         return
     if run.checkpoint is not None:
         is_ended_by_steps = 0 <= trainer.max_steps <= trainer.global_step
-        limit = "--max_steps" if is_ended_by_steps else "--max_epochs"
+        limit = "max_steps" if is_ended_by_steps else "max_epochs"
         raise UserError(
-            f"--ckpt_path: that checkpoint has trained as long as it should. Raise {limit}."
+            f"--{limit} must be more than --ckpt_path {run.checkpoint} has trained already, got"
+            f" {getattr(trainer, limit)}."
         )
     if trainer.global_step == 0:
         limits = "--limit_train_batches, --max_time, --max_epochs and --max_steps"

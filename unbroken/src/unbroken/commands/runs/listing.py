@@ -1,14 +1,15 @@
 """Which columns of runs are worth showing, and in which order the runs stand."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from unbroken.commands.runs.saved_run import FOUND_SOURCE, RESUMED_WITH, SavedRun, last_name
 from unbroken.tables import Row, columns_of, format_column, is_number, printable
 
-# Characters of a text in the terminal; the name of a run is always whole.
-LONGEST_TEXT = 24
+# Characters of a text in the terminal: the first with which all columns fit, or the last. The name
+# of a run is always whole.
+LONGEST_TEXTS = (1_000, 96, 64, 48, 36, 24)
 WHOLE = ("name", "runs")
 # Of a longer text no more is looked at for it.
 MOST_LOOKED_AT = 1_000
@@ -93,16 +94,19 @@ def fitted(rows: Sequence[Row], width: int, first: Sequence[str]) -> list[Row]:
     They stay in their order. Where not all fit, the last ones are left out, but not those of
     ``first``: they are left out after all others.
 
-    Long texts are cut, dates have no year, settings no section, and columns without a value are
-    left out.
+    Long texts are cut where that makes room, dates have no year, settings no section, and columns
+    without a value are left out.
     """
     columns = columns_of(rows)
     names = [name for name in columns if has_values(rows, name)]
     short = short_names(columns)
-    widths = {}
-    for name in names:
-        cells = format_column(short[name], [cut(name, row.get(name)) for row in rows])
-        widths[name] = len(cells[0]) + GAP
+    for longest in LONGEST_TEXTS:
+        cells: list[Row] = [
+            {name: cut(name, row.get(name), longest) for name in names} for row in rows
+        ]
+        widths = widths_of(cells, short)
+        if sum(widths.values()) - GAP <= width:
+            break
     # The last ones go first, and those of ``first`` after all others.
     leaving = [name for name in names[1:] if name in first]
     leaving += [name for name in names[1:] if name not in first]
@@ -113,7 +117,15 @@ def fitted(rows: Sequence[Row], width: int, first: Sequence[str]) -> list[Row]:
         total -= widths[name]
         left_out.add(name)
     kept = [name for name in names if name not in left_out]
-    return [{short[name]: cut(name, row.get(name)) for name in kept} for row in rows]
+    return [{short[name]: row[name] for name in kept} for row in cells]
+
+
+def widths_of(rows: Sequence[Row], short: Mapping[str, str] = {}) -> dict[str, int]:
+    """The characters that each column takes, with the gap behind it."""
+    return {
+        name: len(format_column(short.get(name, name), [row[name] for row in rows])[0]) + GAP
+        for name in columns_of(rows)
+    }
 
 
 def side_by_side(runs: Sequence[SavedRun]) -> list[Row]:
@@ -148,11 +160,11 @@ def has_values(rows: Sequence[Row], name: str) -> bool:
     return any(row.get(name) is not None for row in rows)
 
 
-def cut(name: str, value: object) -> object:
+def cut(name: str, value: object, longest: int = LONGEST_TEXTS[-1]) -> object:
     """A value of the column ``name`` for the terminal: numbers as they are, long texts cut."""
     if value is None or isinstance(value, int | float) or name in WHOLE:
         return value
     text = printable(str(value)[:MOST_LOOKED_AT])
     if name == "date":
         return text.partition("-")[2]
-    return text if len(text) <= LONGEST_TEXT else text[: LONGEST_TEXT - 1] + "…"
+    return text if len(text) <= longest else text[: longest - 1] + "…"
