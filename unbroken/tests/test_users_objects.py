@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -1095,6 +1096,72 @@ def test_a_sampler_of_ones_own_that_training_changes_is_told_with_what_helps(
     assert told(capsys).count("train_dataloader.sampler.weights, which changes in training") == 1
     trained(tmp_path / "saves", MiningThatSaves(), **options)
     assert "which changes in training" not in told(capsys)
+
+
+# As at the top of a script
+DRAWS = np.random.default_rng(0)
+
+
+class NoisyRows(Dataset[Any]):
+    """Draws from the script's generator."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return [torch.tensor([index / 8 + DRAWS.random()], dtype=torch.float32)]
+
+
+class DrawsFromTheScripts(Plain):
+    """Draws from it as well, in its steps."""
+
+    def __init__(self, workers: int, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.workers = workers
+        DRAWS.bit_generator.state = np.random.default_rng(0).bit_generator.state
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch, batch_idx) * (1 + DRAWS.random())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(NoisyRows(), 2, num_workers=self.workers)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("killed_at", [4, 6])
+def test_a_generator_in_a_global_variable_of_the_users_own_files_is_kept(
+    workers: int, killed_at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = trained(tmp_path / "undisturbed", DrawsFromTheScripts(workers))
+    expected = DRAWS.random()
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", DrawsFromTheScripts(workers, killed_at))
+    resumed = trained(tmp_path / "killed", DrawsFromTheScripts(workers))
+    assert torch.equal(resumed.net.weight, undisturbed.net.weight)
+    assert DRAWS.random() == expected
+    assert "other samples" not in told(capsys)
+
+
+def test_what_a_step_draws_from_a_generator_in_a_global_variable_is_as_without_the_engine() -> None:
+    """To fetch a batch neither moves nor seeds it."""
+
+    class Draws(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            drawn.append(DRAWS.random())
+            return super().training_step(batch, batch_idx)
+
+    drawn: list[float] = []
+    generator = np.random.default_rng(3)
+    DRAWS.bit_generator.state = generator.bit_generator.state
+    trainer = Trainer(
+        accelerator="cpu",
+        logger=False,
+        max_epochs=1,
+        enable_progress_bar=False,
+        callbacks=[ExactCheckpoint(None)],
+    )
+    trainer.fit(Draws(), DataLoader(NoisyRows(), 2))
+    assert drawn == [generator.random() for _ in range(4)]
 
 
 class Shifted(Dataset[Any]):

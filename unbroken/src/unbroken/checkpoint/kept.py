@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from unbroken.checkpoint.following import Following
 from unbroken.checkpoint.snapshot import Snapshot
 from unbroken.loading import RunLoaders
-from unbroken.loading.own_generators import restore, state_of
+from unbroken.loading.own_generators import put_back
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import (
     OwnGenerators,
@@ -154,13 +154,10 @@ class KeptParts:
         """
         device = trainer.strategy.root_device
         before = random_state(device)
-        own = [(each, state_of(each)) for each in self.objects.generators.values()]
         try:
-            with self._loading.unasked():
+            with put_back(self.objects.generators.values()), self._loading.unasked():
                 yield
         finally:
-            for generator, state in own:
-                restore(generator, state)
             restore_random_state(before, device)
 
     def take_before_validation(self, trainer: Trainer) -> Snapshot:

@@ -41,7 +41,7 @@ names what makes it true, and on what condition:
    own entries, or in a part (kept.py has the list, docs/how_it_works.md what each is for). The
    generators come last of the parts in memory, since giving back any other part may draw. What an
    object of the user's holds, and cannot be kept, is told as it changes
-   (parts/undeclared/not_kept.py). Global variables are seen by nobody.
+   (parts/undeclared/not_kept.py). Of global variables generators alone are seen.
 7. Hooks that are called a second time change nothing. ``setup`` and ``configure_*`` run before the
    checkpoint is loaded, so it wins. ``on_fit_start``, ``on_train_start`` and
    ``on_train_epoch_start`` run after it: what they change of saved values is undone

@@ -1,7 +1,8 @@
 """Fetches a batch's samples, with generators that are seeded for it."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +11,13 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from unbroken import contract
 from unbroken.loading.batches import Request
-from unbroken.loading.own_generators import generators_in, seed_them
+from unbroken.loading.own_generators import (
+    generators_in,
+    generators_of_modules,
+    put_back,
+    seed_them,
+    state_of,
+)
 from unbroken.loading.samplers import gathers
 from unbroken.loading.seeding import (
     generator_states,
@@ -19,6 +26,7 @@ from unbroken.loading.seeding import (
     states_without_torch,
     torch_seeded,
 )
+from unbroken.tensors.same_values import is_same
 
 
 @dataclass
@@ -34,10 +42,12 @@ class Fetch:
     an evaluation. To seed Python's and NumPy's takes longer than such a batch: they are seeded
     where an epoch's first batch in a process has drawn from them.
 
-    Generators that the dataset or the collate function holds are seeded in the same way. Each
-    process looks for them at an epoch's first batch: a ``worker_init_fn`` or a ``set_epoch`` may
-    have made them. It looks once more behind that batch, for ``__getitem__`` may make one when it
-    is called first. Then the batch is fetched again, with that one seeded.
+    Generators that the dataset or the collate function holds, and those in global variables of the
+    user's modules, are seeded in the same way. Each process looks for them at an epoch's first
+    batch: a ``worker_init_fn`` or a ``set_epoch`` may have made them. It looks once more behind
+    that batch, for ``__getitem__`` may make one when it is called first. Then the batch is fetched
+    again, with that one seeded. Those in global variables are put back behind each batch: the
+    training may draw from them, too.
     """
 
     dataset: Any
@@ -51,6 +61,7 @@ class Fetch:
     # ``gather``: from other generators than torch's); None: not asked in this epoch.
     draws: bool | None = field(default=None, init=False)
     own_generators: dict[str, Any] = field(default_factory=dict, init=False)
+    global_generators: dict[str, Any] = field(default_factory=dict, init=False)
     # The epoch in which this process has fetched last.
     epoch: int | None = field(default=None, init=False)
 
@@ -75,6 +86,7 @@ class Fetch:
         return batch
 
     def _look_for_generators(self) -> None:
+        self.global_generators = generators_of_modules()
         self.own_generators = generators_in((self.dataset, self.collate))
         if self.own_generators:
             self.draws = True
@@ -85,8 +97,7 @@ class Fetch:
             # A batch sampler of the user's own gives a list.
             return self._gathered(epoch, number, torch.as_tensor(part))
         keys = part.tolist() if isinstance(part, Tensor) else part
-        # Fetching may happen in the main process, where the training's generators must not change.
-        with isolate_rng(include_cuda=False):
+        with self._isolated():
             self._seed_for_batch(epoch, number)
             if not self.batched:
                 return self.collate(self._single(keys))
@@ -104,19 +115,31 @@ class Fetch:
         self._seed(hash((self.seed, number_of(key))))
 
     def _seed(self, seed: int) -> None:
-        seed_them(self.own_generators, seed)
+        seed_them(self.global_generators | self.own_generators, seed)
         seed_generators(seed)
+
+    @contextmanager
+    def _isolated(self) -> Iterator[None]:
+        """Fetching may happen in the main process, where the training's generators must not
+        change.
+        """
+        with isolate_rng(include_cuda=False), put_back(self.global_generators.values()):
+            yield
+
+    def _states_of_globals(self) -> list[Any]:
+        return [state_of(generator) for generator in self.global_generators.values()]
 
     def _gathered(self, epoch: int, number: int, indices: Tensor) -> Any:
         if self.draws is False:
             with torch_seeded(self._seed_of_batch(epoch, number)):
                 return self.dataset.gather(indices)
-        with isolate_rng(include_cuda=False):
+        with self._isolated():
             self._seed_for_batch(epoch, number)
-            before = states_without_torch() if self.draws is None else None
+            if self.draws:
+                return self.dataset.gather(indices)
+            before = [states_without_torch(), self._states_of_globals()]
             batch = self.dataset.gather(indices)
-            if self.draws is None:
-                self.draws = states_without_torch() != before
+            self.draws = not is_same([states_without_torch(), self._states_of_globals()], before)
             return batch
 
     def _single(self, key: Any) -> Any:
@@ -146,9 +169,9 @@ class Fetch:
         numbers.
         """
         if not self.draws:
-            before = generator_states()
+            before = [generator_states(), self._states_of_globals()]
             samples = dataset.__getitems__(keys)
-            if generator_states() == before:
+            if is_same([generator_states(), self._states_of_globals()], before):
                 return samples
             self.draws = True
         samples = []

@@ -1,18 +1,22 @@
-"""Random generators that the user's own objects hold: how they are found, saved and seeded.
+"""Random generators of the user's own: how they are found, saved and seeded.
 
-A dataset or a module may keep a generator of Python, NumPy or torch in an attribute, instead of
-drawing from the global ones. It may also keep a global one in an attribute: whoever seeds what is
-found here must seed the global ones afterwards, or isolate them.
+A dataset or a module may keep a generator of Python, NumPy or torch in an attribute, and a script
+may have one in a global variable, instead of drawing from those that everybody shares. It may also
+keep one of these there: whoever seeds what is found here must seed these afterwards, or isolate
+them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from unbroken.holding.users_modules import is_users_module
 from unbroken.holding.walk import Place, children_of, walk
 
 KINDS = (
@@ -36,6 +40,16 @@ def generators_in(holder: Any) -> dict[str, Any]:
         return ()
 
     walk([Place("", holder)], opened)
+    return found
+
+
+def generators_of_modules() -> dict[str, Any]:
+    """Every generator in a global variable of the user's own modules, his script among them."""
+    found: dict[str, Any] = {}
+    for name in sorted(filter(is_users_module, list(sys.modules))):
+        for variable, value in list(vars(sys.modules[name]).items()):
+            if isinstance(value, KINDS) and draws_from_a_state(value):
+                found[f"{name}.{variable}"] = value
     return found
 
 
@@ -69,6 +83,17 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator | np.random.BitGenerator):
         return _plain(_bit_generator_of(generator).state)
     return _plain(generator.get_state(legacy=False))
+
+
+@contextmanager
+def put_back(generators: Iterable[Any]) -> Iterator[None]:
+    """Put generators back at the end of the block."""
+    before = [(generator, state_of(generator)) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in before:
+            restore(generator, state)
 
 
 def restore(generator: Any, state: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.utils import data
 from torch.utils.data import DataLoader
 from unbroken.loading.exact_loader import KEPT
-from unbroken.loading.own_generators import generators_in, seed_them
+from unbroken.loading.own_generators import generators_in, generators_of_modules, seed_them
 from unbroken.loading.samplers import cut_of, is_plain, is_stream
 from unbroken.loading.seeding import seed_generators
 from unbroken.loading.workers import end_workers_at_exit, prepare_worker
@@ -41,7 +41,8 @@ class SeededStream(data.IterableDataset[Any]):
         if info is not None:
             epoch, first = self.place.tolist()
             # All workers alike, for a stream may draw one order and let each read a part of it.
-            seed_them(generators_in(self.dataset), hash((self.seed, epoch, first)))
+            own = generators_of_modules() | generators_in(self.dataset)
+            seed_them(own, hash((self.seed, epoch, first)))
             seed_generators(hash((self.seed, epoch, first, info.id)))
         return iter(self.dataset)
 

@@ -38,10 +38,11 @@ from torchmetrics import Metric
 from unbroken import contract
 from unbroken.holding import walk
 from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF_DATA
+from unbroken.holding.users_modules import LIBRARY
 from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
 from unbroken.loading import LiveLoader, position_of
 from unbroken.loading.own_generators import KINDS as GENERATORS
-from unbroken.loading.own_generators import draws_from_a_state
+from unbroken.loading.own_generators import draws_from_a_state, generators_of_modules
 from unbroken.loading.samplers import (
     DECIDE_THE_ORDER,
     SEEDABLE,
@@ -50,7 +51,6 @@ from unbroken.loading.samplers import (
     samplers_within,
 )
 from unbroken.parts.plain_values import (
-    LIBRARY,
     NUMBERS_AND_TEXTS,
     is_plain,
     is_single,
@@ -228,6 +228,7 @@ def held_by_users(trainer: Trainer) -> Held:
     look.optimizers_and_schedules()
     look.callbacks()
     look.data_sets()
+    look.held.generators |= generators_of_modules()
     return look.held
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import functools
 import itertools
 import sys
 from array import array
@@ -27,11 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from unbroken.holding.bounds import LARGEST_ARRAY_BYTES, MOST_TEXTS
+from unbroken.holding.users_modules import is_users_module
 from unbroken.tensors.same_values import is_same
 
-LIBRARY = "unbroken"
-# The rooms of the library whose classes a task is made of
-TASKS = ("unbroken.tasks.", "unbroken.data.")
 # A tensor that was on the accelerator
 ON_ACCELERATOR = "torch.Tensor.on_accelerator"
 # NumPy's arrays and numbers become tensors.
@@ -203,22 +200,6 @@ def is_users_own(kind: type) -> bool:
     them and inherits from them.
     """
     return is_users_module(kind.__module__)
-
-
-@functools.cache
-def is_users_module(name: str) -> bool:
-    """Whether the classes of a module are the user's own."""
-    package = name.partition(".")[0]
-    if package == LIBRARY:
-        return name.startswith(TASKS)
-    module = sys.modules.get(name)
-    if package in sys.stdlib_module_names or module is None:
-        return False
-    file = getattr(module, "__file__", None)
-    if file is None:
-        # What was typed into an interpreter or a notebook has no file, as have built-in classes.
-        return name == "__main__"
-    return not {"site-packages", "dist-packages"}.intersection(Path(file).parts)
 
 
 def is_found_by_name(kind: type) -> bool:
