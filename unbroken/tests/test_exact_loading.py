@@ -413,6 +413,42 @@ def test_a_gather_that_draws_for_some_batches_is_seeded_for_these(first: int) ->
     assert torch.equal(torch.get_rng_state(), expected), "the training's generator is left alone"
 
 
+class DrawsOnTheGPU(Dataset[Tensor]):
+    """Augments on a device whose generator the training draws from."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, key: int) -> Tensor:
+        return torch.rand(3, generator=the_gpus()) + key
+
+
+class GathersOnTheGPU(DrawsOnTheGPU):
+    def gather(self, indices: Tensor) -> Tensor:
+        return torch.rand(len(indices), generator=the_gpus()) + indices
+
+
+def the_gpus() -> torch.Generator:
+    return torch.cuda.default_generators[0]
+
+
+@pytest.mark.parametrize("kind", [DrawsOnTheGPU, GathersOnTheGPU])
+def test_what_data_draw_on_a_gpu_is_seeded_for_each_batch(
+    kind: type[DrawsOnTheGPU], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A generator on the CPU stands for that of a GPU."""
+    generator = torch.Generator().manual_seed(3)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    whole = list(exact(DataLoader(kind(), 8, shuffle=True)))
+    assert generator.get_state().equal(torch.Generator().manual_seed(3).get_state())
+    torch.rand(2, generator=generator)
+    rest = exact(DataLoader(kind(), 8, shuffle=True))
+    position_of(rest).start_at(DataStart(batches=2, samples_per_batch=8))
+    assert all(map(torch.equal, list(rest), whole[2:]))
+
+
 class DrawsLater(Gathered):
     """Augments from its second epoch on."""
 

@@ -273,9 +273,9 @@ class GathersBatches(Protocol, metaclass=AsksByName):
     def gather(self, indices: Tensor) -> Any:
         """``indices``: int64 (batch,). Returns the batch.
 
-        It may draw random numbers from the generators of Python, NumPy and torch in CPU memory,
-        also where the batch lies on a GPU, whose generator is the training's. If it draws from
-        Python's or NumPy's, it does so for each batch: the first one of an epoch tells.
+        It may draw random numbers from torch's generator in CPU memory for any batch. If it draws
+        from others (Python's, NumPy's, the GPU's), it does so for each batch: the first one of an
+        epoch tells.
         """
         ...
 

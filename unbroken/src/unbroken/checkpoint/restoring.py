@@ -32,11 +32,11 @@ names what makes it true, and on what condition:
    the sampler held as the pass began, and the first k batches are left out. A sampler of one's own
    needs ``set_epoch`` or a state; a line says where it has neither (loading/faults.py).
 5. Batch k has the same random numbers in it: they come from (seed, rank, epoch, k), and a fetch
-   leaves the CPU's generators as it found them (loading/fetch.py). So it is no matter that batch k
+   leaves all generators as it found them (loading/fetch.py). So it is no matter that batch k
    is fetched a second time. A sample must be a function of its key, the epoch and these numbers:
-   that is tried before training (loading/repeating.py). It may not draw on the GPU in this process:
-   that is neither isolated nor told. Of streams and loaders of one's own a state is kept after
-   every batch, or they resume between epochs alone (loading/__init__.py, its step 3).
+   that is tried before training (loading/repeating.py). Of streams and loaders of one's own a
+   state is kept after every batch, or they resume between epochs alone (loading/__init__.py, its
+   step 3).
 6. All else that steps and hooks have changed since the start is in the checkpoint: in Lightning's
    own entries, or in a part (kept.py has the list, docs/how_it_works.md what each is for). The
    generators come last of the parts in memory, since giving back any other part may draw. What an

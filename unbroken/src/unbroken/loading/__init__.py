@@ -18,7 +18,7 @@ How a resume in the middle of an epoch is exact:
    began is kept, such as weights that training changes since, or its ``state_dict``; the sampler
    has it as it is asked again, and then gets what it held at the save.) The random numbers of batch
    k, in this process or in a worker, come from (seed, rank, epoch, k), and each fetch leaves this
-   process's CPU generators as it found them: :class:`Fetch` (fetch.py; a ``gather`` that draws from
+   process's generators as it found them: :class:`Fetch` (fetch.py; a ``gather`` that draws from
    Python's or NumPy's generator must do so for each batch). So neither the order nor a random
    transform depends on what was read before, or by which worker. Batches that were fetched ahead of
    a save are fetched again.

@@ -12,6 +12,7 @@ from torch import Tensor
 from unbroken import contract
 from unbroken.loading.batches import Request
 from unbroken.loading.own_generators import (
+    generator_of_the_gpu,
     generators_in,
     generators_of_modules,
     put_back,
@@ -46,8 +47,8 @@ class Fetch:
     user's modules, are seeded in the same way. Each process looks for them at an epoch's first
     batch: a ``worker_init_fn`` or a ``set_epoch`` may have made them. It looks once more behind
     that batch, for ``__getitem__`` may make one when it is called first. Then the batch is fetched
-    again, with that one seeded. Those in global variables are put back behind each batch: the
-    training may draw from them, too.
+    again, with that one seeded. Those in global variables, and that of the GPU, are put back behind
+    each batch: the training may draw from them, too.
     """
 
     dataset: Any
@@ -86,7 +87,7 @@ class Fetch:
         return batch
 
     def _look_for_generators(self) -> None:
-        self.global_generators = generators_of_modules()
+        self.global_generators = generators_of_modules() | generator_of_the_gpu()
         self.own_generators = generators_in((self.dataset, self.collate))
         if self.own_generators:
             self.draws = True

@@ -53,6 +53,13 @@ def generators_of_modules() -> dict[str, Any]:
     return found
 
 
+def generator_of_the_gpu() -> dict[str, torch.Generator]:
+    """The generator that torch draws from on this process's GPU, once it uses one."""
+    if not torch.cuda.is_initialized():
+        return {}
+    return {"cuda": torch.cuda.default_generators[torch.cuda.current_device()]}
+
+
 def draws_from_a_state(generator: Any) -> bool:
     """Whether a generator goes on from a state, and does not ask the system for each number."""
     return not isinstance(generator, random.SystemRandom)

@@ -25,9 +25,7 @@ def seed_from(generator: torch.Generator) -> int:
 
 
 def seed_generators(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's CPU generators. The GPU's is left alone: only the training
-    uses it.
-    """
+    """Seed Python's, NumPy's and torch's CPU generators."""
     torch.default_generator.manual_seed(seed % 2**63)
     random.seed(seed)
     np.random.seed(seed % 2**32)
