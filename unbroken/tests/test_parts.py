@@ -226,9 +226,14 @@ def test_gradients_of_manual_optimization(one: Trainer, other: Trainer) -> None:
 
 
 def test_no_gradients_between_two_automatic_steps(one: Trainer) -> None:
-    one.lightning_module.automatic_optimization = True
-    one.lightning_module.net[0].weight.grad = torch.ones(2, 2)
+    module = one.lightning_module
+    module.automatic_optimization = True
+    one.strategy.optimizers = [torch.optim.SGD([module.net[0].weight], 0.1)]
+    module.net[0].weight.grad = torch.ones(2, 2)
     assert Gradients().take(one) == {}
+    # No optimizer zeroes it.
+    module.net[0].bias.grad = torch.ones(2)
+    assert set(Gradients().take(one)) == {"net.0.bias"}
 
 
 def test_frozen_parameters_modes_and_statistics(one: Trainer, other: Trainer) -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import random
+import signal
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -1026,6 +1027,169 @@ class Narrowing(Mining):
         return SubsetRandomSampler([*range(8)])
 
 
+class Fewer(Narrowing):
+    """Reads fewer rows from the next epoch on, and says so inside this one."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.batches == 2:
+            self.trainer.train_dataloader.sampler.indices = [*range(6)]
+
+
+class Kinds(Mining):
+    """Puts indices of another kind in the place of the first ones."""
+
+    kinds: Any = (range(8), [*range(7, -1, -1)])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.batches == 6:
+            self.trainer.train_dataloader.sampler.indices = copy.copy(self.kinds[1])
+
+    def made_sampler(self) -> Any:
+        return SubsetRandomSampler(copy.copy(self.kinds[0]))
+
+
+class Arrays(Kinds):
+    kinds = (np.arange(8), np.arange(6)[::-1])
+
+
+class Tensors(Kinds):
+    kinds = (torch.arange(8), torch.arange(8).flip(0))
+
+
+class ReadOnly(Kinds):
+    """The array of the start cannot be written to."""
+
+    kinds = (np.arange(8), np.arange(8)[::-1])
+
+    def made_sampler(self) -> Any:
+        indices = np.arange(8)
+        indices.flags.writeable = False
+        return SubsetRandomSampler(indices)  # type: ignore[arg-type]
+
+
+class MiningInValidations(Mining):
+    """A validation inside the epoch sets the weights, and may be the one that is stopped."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.killed_at == self.batches and not self.trainer.sanity_checking:
+            signal.raise_signal(signal.SIGTERM)
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            weights = torch.arange(1.0, 9.0) ** (1 + self.batches)
+            self.trainer.train_dataloader.sampler.weights = weights / weights.sum()
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.zeros(2, 1)), 1)
+
+
+@pytest.mark.parametrize("stopped_at", [2, 4, 6])
+def test_an_order_is_drawn_before_a_validation_that_a_run_resumes_in_may_change_it(
+    stopped_at: int, tmp_path: Path
+) -> None:
+    options = {"reload_dataloaders_every_n_epochs": 0, "val_check_interval": 2}
+    undisturbed = trained(tmp_path / "undisturbed", MiningInValidations(), **options)
+    with pytest.raises(SystemExit):
+        trained(tmp_path / "stopped", MiningInValidations(stopped_at), **options)
+    resumed = trained(tmp_path / "stopped", MiningInValidations(), **options)
+    assert torch.equal(resumed.net.weight, undisturbed.net.weight)
+
+
+class Splits(Mining):
+    """Splits the rows at random at each start."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def made_sampler(self) -> Any:
+        return SubsetRandomSampler(np.random.default_rng().permutation(8)[:6].tolist())
+
+
+def test_a_split_by_samplers_that_is_drawn_anew_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"reload_dataloaders_every_n_epochs": 0}
+    with pytest.raises(Killed):
+        trained(tmp_path, Splits(4), **options)
+    trained(tmp_path, Splits(), **options)
+    assert "SubsetRandomSampler was made with other indices than before the save" in told(capsys)
+
+
+class GrowsInside(Plain):
+    """Trains on data that grow inside an epoch."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.pool = [[torch.tensor([n / 8])] for n in range(8)]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.pool.append([torch.tensor([1.0])])
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.pool, 2, shuffle=True)  # type: ignore[arg-type]
+
+
+def test_data_that_have_grown_since_the_epoch_began_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"reload_dataloaders_every_n_epochs": 0, "max_epochs": 1}
+    with pytest.raises(Killed):
+        trained(tmp_path, GrowsInside(2), **options)
+    trained(tmp_path, GrowsInside(), **options)
+    assert "began with 8 samples, and is drawn again from 10: the resume is not" in told(capsys)
+
+
+class Yields(Sampler[int]):
+    """Its state is its place in the pass, as that of torchdata's StatefulDistributedSampler."""
+
+    def __init__(self) -> None:
+        self.yielded = 0
+        self.next_yielded: int | None = None
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        self.yielded, self.next_yielded = self.next_yielded or 0, None
+        for key in range(self.yielded, 8):
+            self.yielded += 1
+            yield key
+
+    def state_dict(self) -> dict[str, int]:
+        return {"yielded": self.yielded}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.next_yielded = state["yielded"]
+
+
+class Counted(Mining):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def made_sampler(self) -> Any:
+        return Yields()
+
+
+class DrawsItself(Sampler[int]):
+    """Has a generator of its own, and no state."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.rng.permutation(8).tolist())
+
+    def set_epoch(self, epoch: int) -> None: ...
+
+
+class ByItsOwnGenerator(Counted):
+    def made_sampler(self) -> Any:
+        return DrawsItself()
+
+
 class MiningByEpochs(Mining):
     """Replaces the weights as an epoch ends."""
 
@@ -1036,7 +1200,7 @@ class MiningByEpochs(Mining):
         sampler.weights = sampler.weights * torch.arange(1.0, 9.0)
 
 
-@pytest.mark.parametrize("killed_at", [4, 6, 9, 11])
+@pytest.mark.parametrize("killed_at", [2, 4, 6, 9, 11])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -1045,13 +1209,20 @@ class MiningByEpochs(Mining):
         MiningWithAState,
         MiningWithAHeldState,
         Narrowing,
+        Fewer,
+        Kinds,
+        Arrays,
+        Tensors,
+        ReadOnly,
+        Counted,
+        ByItsOwnGenerator,
         MiningByEpochs,
     ],
 )
 def test_an_order_is_drawn_again_from_what_its_sampler_held_as_the_pass_began(
     kind: type[Mining], killed_at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = {"reload_dataloaders_every_n_epochs": 0}
+    options = {"reload_dataloaders_every_n_epochs": 0, "max_epochs": 4}
     undisturbed = trained(tmp_path / "undisturbed", kind(), **options)
     with pytest.raises(Killed):
         trained(tmp_path / "killed", kind(killed_at), **options)
@@ -1060,6 +1231,7 @@ def test_an_order_is_drawn_again_from_what_its_sampler_held_as_the_pass_began(
         trained(tmp_path / "killed", kind(killed_at + 1), **options)
     resumed = trained(tmp_path / "killed", kind(), **options)
     assert torch.equal(resumed.net.weight, undisturbed.net.weight)
+    assert resumed.batches == undisturbed.batches
     assert "sampler" not in told(capsys)
 
 
@@ -1096,6 +1268,112 @@ def test_a_sampler_of_ones_own_that_training_changes_is_told_with_what_helps(
     assert told(capsys).count("train_dataloader.sampler.weights, which changes in training") == 1
     trained(tmp_path / "saves", MiningThatSaves(), **options)
     assert "which changes in training" not in told(capsys)
+
+
+class Scaled(Plain):
+    """Scales its loss by something that it keeps."""
+
+    def scale(self, batch: Any) -> Any:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        scale = self.scale(batch)
+        return super().training_step(batch, batch_idx) * (1 + scale)
+
+
+class MakesAGenerator(Scaled):
+    """Makes it in the first step."""
+
+    rng: Any = None
+
+    def scale(self, batch: Any) -> Any:
+        if self.rng is None:
+            self.rng = torch.Generator().manual_seed(0)
+        return torch.rand((), generator=self.rng)
+
+
+class MakesOneOfNumPys(MakesAGenerator):
+    def scale(self, batch: Any) -> Any:
+        if self.rng is None:
+            self.rng = np.random.default_rng(0)
+        return self.rng.random()
+
+
+class MakesOneOfPythons(MakesAGenerator):
+    def scale(self, batch: Any) -> Any:
+        if self.rng is None:
+            self.rng = random.Random(0)
+        return self.rng.random()
+
+
+class SharesABuffer(Scaled):
+    """Has a buffer, not persistent, that is the memory of a weight."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.register_buffer("same", self.net.weight.detach(), persistent=False)
+
+    def scale(self, batch: Any) -> Any:
+        return float(self.same.abs().mean())
+
+
+class ChangesALayer(Scaled):
+    """Changes a tuple that a layer of torch's keeps."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.pool = nn.AdaptiveAvgPool1d((2,))
+
+    def scale(self, batch: Any) -> Any:
+        if self.batches % 3 == 2:
+            self.pool.output_size = (1 + self.batches % 2,)
+        return self.pool(batch[0].reshape(1, 1, -1)).max()
+
+
+class KeepsLosses(Scaled):
+    """Keeps a window of losses, each a tensor, in a queue."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.losses: deque[torch.Tensor] = deque(maxlen=100)
+
+    def scale(self, batch: Any) -> Any:
+        self.losses.append(batch[0].mean().detach())
+        return sum(self.losses)
+
+
+class ClipsAll(Plain):
+    """Clips with the gradients of weights that no optimizer has, and zeroes."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([self.net.bias], 0.1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("killed_at", [3, 6, 18])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        MakesAGenerator,
+        MakesOneOfNumPys,
+        MakesOneOfPythons,
+        SharesABuffer,
+        ChangesALayer,
+        KeepsLosses,
+        ClipsAll,
+    ],
+)
+def test_what_training_makes_shares_or_changes_comes_back(
+    kind: type[Plain], killed_at: int, tmp_path: Path
+) -> None:
+    undisturbed = trained(tmp_path / "undisturbed", kind(), max_epochs=6)
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", kind(killed_at), max_epochs=6)
+    resumed = trained(tmp_path / "killed", kind(), max_epochs=6)
+    for mine, theirs in zip(resumed.parameters(), undisturbed.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 # As at the top of a script

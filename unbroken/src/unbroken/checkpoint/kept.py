@@ -155,7 +155,7 @@ class KeptParts:
         device = trainer.strategy.root_device
         before = random_state(device)
         try:
-            with put_back(self.objects.generators.values()), self._loading.unasked():
+            with put_back(self.objects.held.generators.values()), self._loading.unasked():
                 yield
         finally:
             restore_random_state(before, device)

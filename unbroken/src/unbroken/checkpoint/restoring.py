@@ -376,6 +376,8 @@ class Restoring:
         if other_batches is not None:
             self._lines.append(other_batches)
         resume.give_back(trainer, [part for part in kept.all if not part.has_a_file])
+        if resume.place != BETWEEN_EPOCHS:
+            self._loading.draw_again()
         self._batches_validated_before = dict(lightning_internals.validated_batches(trainer))
         self._forget_best_of_other_samples(trainer, resume)
         # Files are changed last: what cannot be restored is refused before.

@@ -11,18 +11,22 @@ from torch import Tensor
 from torch.utils import data
 from unbroken import contract
 from unbroken.errors import UserError
+from unbroken.loading.order_of_sampler import (
+    digests_of,
+    give_order,
+    is_long,
+    is_same_order,
+    order_of,
+)
 from unbroken.loading.position import DataStart, LoaderPosition
 from unbroken.loading.samplers import (
     Cut,
     cut_of,
-    decide_the_order,
     exact_source,
     gathers,
     generators_of_order,
     has_state,
-    is_decided_alike,
     samplers_within,
-    what_decides_the_order,
 )
 from unbroken.loading.seeding import seed_generators
 from unbroken.tensors.same_values import is_same
@@ -91,8 +95,12 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         if is_shared and self.source is loader.batch_sampler:
             batches: Any = self.source
             self._dealt = equally_many(self._drawn(batches, None, self._epoch_seed()), world_size)
-        # What decides the order of one of torch's samplers, as the user has made it.
-        self._as_made = what_decides_the_order(self.source)
+        # By what the sampler gives its order, as the user has made it.
+        self._as_made = order_of(self.source)
+        # The order of the pass that a run resumes in, until it is read.
+        self._drawn_again: Any = None
+        # Of the pass that was begun last, or is begun again. None: there was none.
+        self._samples_of_pass: int | None = None
         if not training:
             self._check_that_it_can_be_shared()
 
@@ -109,43 +117,64 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         source = self.source
         return source if has_state(source) else None
 
-    @property
-    def keeps_state(self) -> bool:
-        return self.stateful is not None or bool(what_decides_the_order(self.source))
-
     def state(self) -> Any:
-        """The sampler's state; of one of torch's, what decides the order."""
-        if self.stateful is not None:
-            return super().state()
-        return what_decides_the_order(self.source)
+        """The sampler's state; of one without, by what it gives its order."""
+        return order_of(self.source) if self.stateful is None else super().state()
 
     def state_to_start_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
-        """See the base class. A state has two halves: the sampler's as the pass began, by which the
-        order is drawn again, and that of now, because training may have changed it since. None: it
-        is as the user has made it.
+        """See the base class. The state has the sampler's as the pass began (``begun``), by which
+        its order is drawn again, and that of now, because training may have changed it since;
+        the ``samples`` of the pass; and digests of what the user's code has made (``made``).
+
+        One that is long, and that training has not changed, is left out.
         """
         place, begun = super().state_to_start_after(batches, epoch_ends)
         now = self.state()
-        if epoch_ends or self._is_same(begun, now):
-            begun = None
-        if self.stateful is None and begun is None and self._is_same(self._as_made, now):
-            return place, None
-        return place, [begun, now]
+        state: dict[str, Any] = {"now": now, "made": digests_of(self._as_made)}
+        if not epoch_ends:
+            state["samples"] = self._samples_of_pass
+        if not epoch_ends and begun is not None and not self._is_same(begun, now):
+            state["begun"] = begun
+        elif self.stateful is None and is_long(now) and self._is_same(self._as_made, now):
+            del state["now"]
+        return place, state
 
     def _is_same(self, one: Any, other: Any) -> bool:
-        if one is None or self.stateful is not None:
-            return is_same(one, other)
-        return is_decided_alike(one, other)
+        return is_same_order(one, other) if self.stateful is None else is_same(one, other)
 
     def load(self, state: Any) -> None:
-        self._begun, self._now = state
+        self._samples_of_pass = state.get("samples")
+        self._begun = state.get("begun")
+        self._now = state.get("now")
         self._load(self._now if self._begun is None else self._begun)
 
     def _load(self, state: Any) -> None:
-        if self.stateful is not None:
+        if self.stateful is None:
+            give_order(self.source, state or {})
+        elif state is not None:
             super().load(state)
-        else:
-            decide_the_order(self.source, state)
+
+    @property
+    def takes_state(self) -> bool:
+        return True
+
+    def what_is_made_otherwise(self, state: Any, is_made_for_each_epoch: bool) -> str | None:
+        """See the base class. A split that is drawn at each start has other indices, and a
+        validation then reads what was trained on.
+        """
+        name = type(self.source).__name__
+        made = digests_of(self._as_made)
+        for place, digest in state.get("made", {}).items():
+            if made.get(place, digest) != digest and "now" not in state:
+                return f"{name} has other {place.rpartition('.')[2]} than at the save"
+            is_other_split = made.get(place, digest) != digest and place.endswith(".indices")
+            if is_other_split and not is_made_for_each_epoch:
+                return (
+                    f"{name} was made with other indices than before the save (it has those of the"
+                    " save again, but a validation with the others reads what was trained on: give"
+                    " the split a seed)"
+                )
+        return None
 
     @property
     def cut(self) -> Cut:
@@ -189,23 +218,37 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
 
     def __len__(self) -> int:
         """Batches of a whole epoch."""
-        return len(self._cuts()) - 1
+        return len(self._cuts(0, self._samples_to_read)) - 1
 
     @property
     def start_sample(self) -> int:
         """Samples of the source before the next pass's first one."""
+        return self._start_sample(self._samples_to_read)
+
+    @property
+    def start_batch(self) -> int:
+        """The number in the epoch of the next pass's first batch."""
+        return self._first_batch(self.start_sample, self._samples_to_read)
+
+    @property
+    def _samples_to_read(self) -> int:
+        """The samples of the next pass."""
+        return self.num_samples if self._drawn_again is None else len(self._drawn_again)
+
+    def _start_sample(self, samples: int) -> int:
+        """See :attr:`start_sample`: of a pass of so many samples."""
         batches_of_this_pass = max(0, self.start.batches - self.batches_before)
         # The batches in which they were seen may have had another size.
         samples_per_batch = self.start.samples_per_batch or self.global_batch_size
         done = batches_of_this_pass * samples_per_batch
         if self.own_share:
             done //= self.world_size
-        return min(done, self.num_samples)
+        return min(done, samples)
 
-    @property
-    def start_batch(self) -> int:
-        """The number in the epoch of the next pass's first batch."""
-        return self.batches_before + len(self._cuts()) - len(self._cuts(self.start_sample))
+    def _first_batch(self, first_sample: int, samples: int) -> int:
+        """See :attr:`start_batch`: of a pass of so many samples."""
+        left_out = len(self._cuts(0, samples)) - len(self._cuts(first_sample, samples))
+        return self.batches_before + left_out
 
     def __iter__(self) -> Iterator[Request]:
         self.take_epoch()
@@ -217,9 +260,10 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         if self.device is not None and isinstance(order, Tensor):
             order = order.to(self.device)
         epoch = self.start.epoch
-        first_batch = self.start_batch
-        # A sampler may give fewer than it says.
-        cuts = self._cuts(min(self.start_sample, len(order)), len(order))
+        # A sampler may give fewer than it says, and training may have changed how many it says.
+        first_sample = self._start_sample(len(order))
+        cuts = self._cuts(first_sample, len(order))
+        first_batch = self._first_batch(first_sample, len(order))
         if cuts[-1] > len(order):
             order = repeated(order, cuts[-1])
         gives_batches = self.cut.batch_size is None
@@ -246,8 +290,24 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
                 "cannot be shared. Use fewer."
             )
 
+    def draw_again(self) -> str | None:
+        """See the base class. A validation may come before the next batch, and change the
+        sampler: it is by now what it was at the save.
+        """
+        if self.start.epoch_is_trained:
+            return None
+        before = self._samples_of_pass
+        self._drawn_again = self._order()
+        now = len(self._drawn_again)
+        if before in (None, now):
+            return None
+        return f"this epoch began with {before:,} samples, and is drawn again from {now:,}"
+
     def _order(self) -> Any:
         """The samples (or batches) of a whole pass in order, the same on every rank."""
+        if self._drawn_again is not None:
+            order, self._drawn_again = self._drawn_again, None
+            return order
         begun, self._begun = self._begun, None
         if begun is not None:
             # A data module that holds the sampler has got the state of the save back since.
@@ -255,6 +315,7 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         earlier_passes = self.states if self.batches_before else {}
         self.states = {**earlier_passes, self.batches_before: self.state()}
         order = self._order_of_pass()
+        self._samples_of_pass = len(order)
         if begun is not None and not self._is_same(self.state(), self._now):
             self._load(self._now)
         return order
@@ -270,6 +331,9 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
             generator = torch.Generator().manual_seed(epoch_seed)
             return torch.randperm(samples, generator=generator)
         order = self._drawn(source, samples, epoch_seed)
+        if not order and samples and self.stateful is not None:
+            # The state was that of an ended pass, which gives nothing more.
+            order = self._drawn(source, samples, epoch_seed)
         is_numbers = bool(order) and isinstance(order[0], int)
         return torch.tensor(order) if is_numbers else order
 
@@ -287,7 +351,10 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
             states = [generator.get_state() for generator in generators]
             for generator in generators:
                 generator.manual_seed(epoch_seed)
-            order = list(islice(source, most))
+            # Entries of a tensor of indices would change with it.
+            order = [
+                each.clone() if isinstance(each, Tensor) else each for each in islice(source, most)
+            ]
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
         return order

@@ -9,10 +9,10 @@ from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
 from unbroken import contract
 from unbroken.loading.exact_loader import ExactLoader
+from unbroken.loading.order_of_sampler import draws_as_torch_does
 from unbroken.loading.proof import OTHER_SAMPLES, Proof, fault_of_next_epoch, proved
 from unbroken.loading.repeating import gives_others_when_asked_again
 from unbroken.loading.samplers import (
-    draws_as_torch_does,
     has_state,
     is_plain,
     name_of,

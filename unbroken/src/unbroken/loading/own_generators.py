@@ -116,6 +116,27 @@ def restore(generator: Any, state: Any) -> None:
         generator.set_state(_like(generator.get_state(legacy=False), state))
 
 
+def made_of(kind: str, state: Any) -> Any:
+    """A generator of a class of this name, in the state that :func:`state_of` has returned; None
+    where it cannot be made, such as one of a GPU.
+    """
+    if isinstance(state, torch.Tensor):
+        made: Any = torch.Generator()
+        if state.shape != made.get_state().shape:
+            return None
+    elif kind == "Random":
+        made = random.Random()
+    elif kind == "RandomState":
+        made = np.random.RandomState()
+    else:
+        bits: Any = getattr(np.random, state.get("bit_generator", ""), None)
+        if bits is None:
+            return None
+        made = bits() if kind == bits.__name__ else np.random.Generator(bits())
+    restore(made, state)
+    return made
+
+
 def _bit_generator_of(generator: Any) -> Any:
     """What holds the state of a generator of NumPy: it may be that itself."""
     return getattr(generator, "bit_generator", generator)

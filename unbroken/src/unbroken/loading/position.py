@@ -75,9 +75,29 @@ class LoaderPosition:
         raise NotImplementedError
 
     @property
-    def keeps_state(self) -> bool:
-        """Whether there is a state that can be loaded."""
+    def takes_state(self) -> bool:
+        """Whether there is something that a saved state can be loaded into."""
         return self.stateful is not None
+
+    def what_is_made_otherwise(self, state: Any, is_made_for_each_epoch: bool) -> str | None:
+        """What the user's code has made otherwise than before the save: a line's beginning. None:
+        nothing that anybody sees.
+
+        Args:
+            state: Of :meth:`state_to_start_after`.
+            is_made_for_each_epoch: Whether the loader of the save's epoch was not the first one.
+        """
+        if not self.takes_state:
+            return "the checkpoint holds a state of a loader that has none now"
+        return None
+
+    def draw_again(self) -> str | None:
+        """Draw the order of the pass that a run resumes in, where it is drawn at once.
+
+        Returns:
+            Why that is another one: a line's beginning. None: it is the same, or nobody knows.
+        """
+        return None
 
     def set_epoch(self, epoch: int) -> None:
         """The next pass is of this epoch. Another epoch than before starts at its beginning."""

@@ -56,7 +56,8 @@ class RunLoaders:
         # A plain loader draws once from torch's generator as it is made. Whether that draw is still
         # to be done; with a given seed it is not.
         self._is_to_draw = seed is None
-        # Whether training's loaders were made before, for another epoch.
+        # Whether training's loaders are made anew for later epochs, and whether these were.
+        self._reloads = False
         self._is_reloaded = False
 
     def install(self, seams: Seams, trainer: Trainer) -> None:
@@ -134,6 +135,7 @@ class RunLoaders:
         self.loaded_at = epoch
         self.positions = []
         reloads = trainer.reload_dataloaders_every_n_epochs > 0  # type: ignore[attr-defined]
+        self._reloads = reloads
         starts_with_epoch = not self.data_start.batches and not self.data_start.epoch_is_trained
         # Loaders of a later epoch begin at its first batch. Those of an earlier one leave the place
         # where training starts alone: a schedule that asks how many steps there are loads before
@@ -177,16 +179,23 @@ class RunLoaders:
         saved = self.data_start.loader_states or self._places_of_states(self.data_start)
         places = chain(saved, repeat((0, None)))
         for position, (batches_before, state) in zip(self.positions, places, strict=False):
-            if state is not None and not position.keeps_state and self.data_start.loader_states:
-                self.lines.append(
-                    "the checkpoint holds a state of a loader that has none now: the resume is not"
-                    " exact."
-                )
-                state = None
+            if state is not None and self.data_start.loader_states:
+                told = position.what_is_made_otherwise(state, self._reloads)
+                if told is not None:
+                    self.lines.append(f"{told}: the resume is not exact.")
+                if not position.takes_state:
+                    state = None
             position.start_at(self.data_start, batches_before, state)
         # Some were made before the checkpoint was read.
         for position, seeds in zip(self.positions, self.seeds, strict=False):
             position.seeds = seeds
+
+    def draw_again(self) -> None:
+        """Draw the orders of the passes that a run resumes in."""
+        for position in self.positions:
+            told = position.draw_again()
+            if told is not None:
+                self.lines.append(f"{told}: the resume is not exact.")
 
     def _places_of_states(self, start: DataStart) -> list[tuple[int, Any]]:
         """Where the loaders begin from a checkpoint that somebody else saved."""

@@ -2,12 +2,10 @@
 they give.
 """
 
-import copy
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
@@ -16,18 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from unbroken import contract
 from unbroken.holding.walk import entries_of
 from unbroken.lightning_internals import makes_its_own_iterator
-from unbroken.tensors.same_values import is_same
 
-# These draw from torch's generator only, which is seeded here.
-SEEDABLE = (
-    data.RandomSampler,
-    data.SequentialSampler,
-    data.SubsetRandomSampler,
-    data.WeightedRandomSampler,
-)
-# Attributes of these that decide the order beside the generator and the length of the data.
-# Training may change them: importance sampling changes the weights.
-DECIDE_THE_ORDER = ("weights", "indices", "num_samples", "_num_samples", "replacement")
 # The names by which samplers say how many parts there are, and which part they give.
 NAMES_OF_SHARES = (
     ("num_replicas", "rank"),
@@ -133,62 +120,6 @@ def generators_of_order(source: Any) -> list[torch.Generator]:
     ]
     found = [each.generator for each in holders]
     return [each for each in found if isinstance(each, torch.Generator)]
-
-
-def draws_as_torch_does(source: Any) -> bool:
-    """Whether a sampler gives its order by torch's own code. A subclass may do otherwise."""
-    return any(type(source).__iter__ is kind.__iter__ for kind in SEEDABLE)
-
-
-def what_decides_the_order(source: Any) -> dict[str, Any]:
-    """Copies of the attributes by which samplers of torch's give their order: a sampler's, and
-    those of samplers within it.
-    """
-    return {place: _copied(vars(each)[name]) for place, each, name in _deciding(source)}
-
-
-def is_decided_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two orders were decided by the same values. A list of numbers, which may be long, is
-    compared at once.
-    """
-    if one.keys() != other.keys():
-        return False
-    pairs = [(one[place], other[place]) for place in one]
-    return all(a == b if type(a) is type(b) is list else is_same(a, b) for a, b in pairs)
-
-
-def decide_the_order(source: Any, values: dict[str, Any]) -> None:
-    """Let samplers give their order by what :func:`what_decides_the_order` has returned. It is
-    written into the tensors that there are, because a module may hold them, too.
-    """
-    for place, sampler, name in _deciding(source):
-        saved = values.get(place)
-        now = vars(sampler)[name]
-        if isinstance(now, np.ndarray):
-            now = torch.from_numpy(now)
-        if isinstance(now, Tensor) and isinstance(saved, Tensor) and now.shape == saved.shape:
-            with torch.no_grad():
-                now.copy_(saved)
-        elif type(now) is type(saved) is list:
-            now[:] = saved
-        elif type(now) is type(saved):
-            vars(sampler)[name] = saved
-
-
-def _deciding(source: Any) -> Iterator[tuple[str, Any, str]]:
-    """Each attribute that decides the order: its place, the sampler, and its name."""
-    for number, sampler in enumerate(samplers_within(source)):
-        if isinstance(sampler, SEEDABLE):
-            for name in DECIDE_THE_ORDER:
-                if isinstance(vars(sampler).get(name), (Tensor, np.ndarray, list, int)):
-                    yield f"{number}.{name}", sampler, name
-
-
-def _copied(value: Any) -> Any:
-    """A copy that a checkpoint can hold."""
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(value.copy())
-    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.copy(value)
 
 
 def exact_source(loader: DataLoader[Any], training: bool, own_share: bool) -> Any:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from unbroken.parts.held import Held
 from unbroken.parts.plain_values import copied, is_plain
 from unbroken.parts.remade import Remaking
+from unbroken.tensors.same_values import deep_copy
 
 
 class DeclaredStates:
@@ -75,7 +76,7 @@ class DeclaredStates:
             saved = held.saved(states, name)
             if saved is None:
                 continue
-            state = Remaking(device).like(None, copied(saved), name)
+            state = Remaking(device).like(None, deep_copy(saved), name)
             try:
                 load_state(value, state)
             except Exception as error:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-from unbroken.loading.own_generators import restore, state_of
+from unbroken.loading.own_generators import made_of, restore, state_of
 from unbroken.parts.part import Part
 from unbroken.parts.users_objects import UsersObjects
 
@@ -47,15 +47,23 @@ class OwnGenerators(Part):
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
         """The states of all that there are, by name, each with the kind of its generator."""
-        found = self._objects.generators
+        found = self._objects.held.generators
         return {path: [type(each).__name__, state_of(each)] for path, each in found.items()}
 
     def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
-        """Put those back that are of the same kind."""
-        for path, generator in self._objects.generators.items():
-            kind, state = value.get(path, ("none", None))
-            if kind == type(generator).__name__:
-                restore(generator, state)
+        """Put those back that are of the same kind, and make those that training has made."""
+        held = self._objects.held
+        for path, (kind, state) in value.items():
+            if path in held.generators:
+                generator = held.generators[path]
+                if kind == type(generator).__name__:
+                    restore(generator, state)
+                continue
+            owner_path, _, attribute = path.rpartition(".")
+            owner = (held.owners | held.callbacks).get(owner_path)
+            made = made_of(kind, state)
+            if owner is not None and made is not None and getattr(owner, attribute, None) is None:
+                setattr(owner, attribute, made)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

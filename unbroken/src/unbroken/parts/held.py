@@ -41,11 +41,10 @@ from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF
 from unbroken.holding.users_modules import LIBRARY
 from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
 from unbroken.loading import LiveLoader, position_of
+from unbroken.loading.order_of_sampler import kept_with_the_loader
 from unbroken.loading.own_generators import KINDS as GENERATORS
 from unbroken.loading.own_generators import draws_from_a_state, generators_of_modules
 from unbroken.loading.samplers import (
-    DECIDE_THE_ORDER,
-    SEEDABLE,
     has_state,
     is_stream,
     samplers_within,
@@ -141,6 +140,7 @@ class Held:
     Attributes:
         owners: The objects whose plain attributes are kept.
         attributes: Those attributes.
+        callbacks: The user's callbacks.
         modules: Modules, and parameters that stand alone, that are no part of the trained module.
         declared: Objects with a state of their own.
         generators: Generators of random numbers.
@@ -151,6 +151,7 @@ class Held:
 
     owners: dict[str, Any] = dataclasses.field(default_factory=dict)
     attributes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    callbacks: dict[str, Any] = dataclasses.field(default_factory=dict)
     modules: dict[str, Any] = dataclasses.field(default_factory=dict)
     declared: dict[str, Any] = dataclasses.field(default_factory=dict)
     generators: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -299,6 +300,7 @@ class _Look:
             title = kind.__qualname__
             name = f"callbacks.{title}.{of_class[title]}"
             of_class[title] += 1
+            self.held.callbacks[name] = callback
             # A callback keeps what its state_dict says, as Lightning has it.
             is_silent = saves_itself(callback) or package_of(callback) == LIBRARY
             inside = Inside(keeps_attributes=False, told=NOTHING if is_silent else OF_CALLBACKS)
@@ -373,7 +375,9 @@ class _Look:
     def _owner(
         self, name: str, owner: Any, inside: Inside, depth: int, only_singles: bool = False
     ) -> list[Place]:
-        """Somebody whose plain attributes are kept; of layers of packages single values alone."""
+        """Somebody whose plain attributes are kept; of layers of packages single values, and tuples
+        of them, alone.
+        """
         self.held.owners[name] = owner
         not_kept = not_kept_of(owner)
         is_silent = only_singles or saves_itself(owner)
@@ -387,10 +391,10 @@ class _Look:
             if attribute in not_kept:
                 continue
             path = f"{name}.{attribute}"
-            if type(value) in IMMUTABLE:
+            if type(value) in IMMUTABLE or (only_singles and is_row_of_numbers(value, tuple)):
                 if value is not None or not only_singles:
                     attributes[path] = value
-            elif isinstance(value, FUNCTIONS) or (only_singles and is_row_of_numbers(value)):
+            elif isinstance(value, FUNCTIONS) or (only_singles and is_row_of_numbers(value, list)):
                 continue
             elif is_single(value) or (not only_singles and is_plain(value)):
                 if is_object(value):
@@ -605,11 +609,6 @@ def is_without_a_state(value: Any) -> bool:
     return not has_state(value) and not isinstance(value, contract.OrdersByEpoch)
 
 
-def kept_with_the_loader(value: Any) -> Collection[str]:
-    """The attributes of a sampler that are of LoaderStates."""
-    return DECIDE_THE_ORDER if isinstance(value, SEEDABLE) else ()
-
-
 def is_asked_by_key(value: Any) -> bool:
     """Whether a value is a data set whose state nobody keeps."""
     return isinstance(value, Dataset) and not is_stream(value) and not has_state(value)
@@ -629,9 +628,10 @@ def is_not_overridden(value: Any, kind: type) -> bool:
     return type(value).state_dict is kind.state_dict  # type: ignore[attr-defined]
 
 
-def is_row_of_numbers(value: Any) -> bool:
-    """Whether a value is a short list of numbers, such as the size of a layer's kernel."""
-    return type(value) in (tuple, list) and IMMUTABLE.issuperset(map(type, value))
+def is_row_of_numbers(value: Any, kind: type) -> bool:
+    """Whether a value is a tuple or list of numbers, such as the size of a layer's kernel."""
+    is_row = type(value) is kind
+    return is_row and IMMUTABLE.issuperset(map(type, value))
 
 
 def package_of(owner: Any) -> str:

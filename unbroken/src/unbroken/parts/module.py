@@ -15,6 +15,7 @@ from unbroken import lightning_internals
 from unbroken.lightning_internals import version_of
 from unbroken.parts.part import Part
 from unbroken.tensors.same_values import is_same
+from unbroken.tensors.written_into import is_written_into
 
 # Of the layouts that are not strided, those that load again with ``weights_only=True``
 SPARSE = (
@@ -31,7 +32,8 @@ ALWAYS_KEPT_BYTES = 2**20
 
 class Gradients(Part):
     """Gradients that were added up but not yet used: between the batches of one step, in manual
-    optimization, or where the module's own ``optimizer_zero_grad`` may leave them.
+    optimization, where the module's own ``optimizer_zero_grad`` may leave them, or of weights that
+    no optimizer has, and zeroes.
     """
 
     name = "gradients"
@@ -42,15 +44,17 @@ class Gradients(Part):
         are_zeroed = module.automatic_optimization and not is_overridden(
             "optimizer_zero_grad", module
         )
-        if are_zeroed and not is_inside_step(trainer):
-            return {}
         # Nobody knows where the steps of manual optimization end, or what the module zeroes. So all
-        # gradients are kept.
-        gradients: dict[str, Tensor] = {}
-        for name, parameter in module.named_parameters():
-            if parameter.grad is not None:
-                gradients[name] = parameter.grad.cpu()
-        return gradients
+        # gradients are kept there.
+        zeroed: set[int] = set()
+        if are_zeroed and not is_inside_step(trainer):
+            groups = [group for each in trainer.optimizers for group in each.param_groups]
+            zeroed = {id(parameter) for group in groups for parameter in group["params"]}
+        return {
+            name: parameter.grad.cpu()
+            for name, parameter in module.named_parameters()
+            if parameter.grad is not None and id(parameter) not in zeroed
+        }
 
     def give_back(self, trainer: Trainer, value: dict[str, Tensor]) -> None:
         for name, gradient in value.items():
@@ -283,9 +287,9 @@ def give_plain_buffers(module: nn.Module, values: Mapping[str, Tensor | None]) -
         if path not in parts:
             continue
         if name in there:
-            device = there[name].device
-            copy = None if value is None else value.to(device, copy=True)
-            setattr(parts[path], attribute, copy)
+            if value is None or not is_written_into(there[name], value):
+                copy = None if value is None else value.to(there[name].device, copy=True)
+                setattr(parts[path], attribute, copy)
         elif value is not None:
             copy = value.to(device_of(module), copy=True)
             make_buffer(parts[path], attribute, copy, persistent=False)

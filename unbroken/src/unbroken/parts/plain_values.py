@@ -238,11 +238,13 @@ def copied(value: Any) -> Any:
         return {NAMES[kind]: KINDS[kind].held(value)}
     if kind in IMMUTABLE:
         return value
+    if kind is list and are_immutable(value):
+        return list(value)
     if kind is list:
         together = stacked(value)
         return copied_entries(value) if together is None else {STACKED: together}
     if kind is tuple:
-        return tuple(copied_entries(value))
+        return value if are_immutable(value) else tuple(copied_entries(value))
     if kind in MAPPINGS:
         items = kind(copied_items(value))
         return with_attributes(items, copied_items(attributes_of(value)))
@@ -284,6 +286,11 @@ def copied_by_name(value: Any) -> Any:
     return value
 
 
+def are_immutable(values: Collection[Any]) -> bool:
+    """Whether all entries of a list or tuple are numbers, texts and the like."""
+    return IMMUTABLE.issuperset(map(type, values))
+
+
 def copied_entries(values: Any) -> list[Any]:
     """Copies of what a list, tuple or queue holds."""
     return [copied(each) for each in values]
@@ -317,9 +324,11 @@ def copied_items(values: Any) -> dict[Any, Any]:
 
 def is_unchanged(now: Any, held: Any) -> bool:
     """Whether a value is still what a checkpoint holds of it. Nothing is copied to tell."""
+    if now is held:
+        return True
     kind = type(now)
     if kind in IMMUTABLE:
-        return now is held or is_same(now, held)
+        return is_same(now, held)
     if kind is Tensor and type(held) is Tensor:
         return now.device.type == "cpu" and is_same_to_the_bit(now.detach(), held)
     if kind is np.ndarray and type(held) is dict and held.keys() == {ARRAY}:
@@ -327,7 +336,11 @@ def is_unchanged(now: Any, held: Any) -> bool:
         array = torch.from_numpy(now if is_whole else now.copy())
         return is_same_to_the_bit(array, held[ARRAY])
     if kind in (list, tuple) and type(held) is kind:
-        return len(now) == len(held) and all(map(is_unchanged, now, held))
+        if len(now) != len(held):
+            return False
+        # Long lists of numbers are mostly equal, and that is seen soonest at once.
+        is_equal = are_immutable(now) and list(map(type, now)) == list(map(type, held))
+        return (is_equal and now == held) or all(map(is_unchanged, now, held))
     if kind in MAPPINGS and type(held) is kind:
         is_alike = len(now) == len(held) and list(now) == list(held)
         return is_alike and all(map(is_unchanged, now.values(), held.values()))

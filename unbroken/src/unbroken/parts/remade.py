@@ -233,7 +233,7 @@ def fillable_in(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def is_fillable(value: Any) -> bool:
     """Whether an object can be filled with what another one of its kind holds."""
     kind = type(value)
-    if kind in ALWAYS_PLAIN:
+    if kind in ALWAYS_PLAIN or kind is tuple:
         return kind is Tensor
     if is_plain_dataclass(kind):
         return not kind.__dataclass_params__.frozen

@@ -30,8 +30,8 @@ class UsersObjects(Part):
             those that change are told.
 
     Attributes:
-        generators: The generators of random numbers that the latest walk has found, by name. Their
-            states are of :class:`unbroken.parts.generators.OwnGenerators`.
+        held: What the latest walk has found. States of generators are of
+            :class:`unbroken.parts.generators.OwnGenerators`.
     """
 
     name = "objects"
@@ -43,7 +43,7 @@ class UsersObjects(Part):
         self.declared = DeclaredStates()
         self.attributes = PlainAttributes()
         self.modules = HiddenModules()
-        self.generators: dict[str, Any] = {}
+        self.held = Held()
         self.not_kept = NotKept()
         self.shapes = Shapes()
         self.replaced = Replaced()
@@ -52,9 +52,8 @@ class UsersObjects(Part):
 
     def _look(self, trainer: Trainer) -> Held:
         """Go over what they hold, as it is now."""
-        held = held_by_users(trainer)
-        self.generators = held.generators
-        return held
+        self.held = held_by_users(trainer)
+        return self.held
 
     # What is noted at a start
 

@@ -13,6 +13,7 @@ from unbroken.parts.held import Held, changeable_of_class, not_kept_of, package_
 from unbroken.parts.plain_values import DELETED, copied, is_unchanged, name_of
 from unbroken.parts.remade import Remaking
 from unbroken.parts.undeclared.objects import Objects, held_by_several
+from unbroken.tensors.same_values import deep_copy
 
 # Attributes of these are given back before loaders are made of them.
 MAKE_LOADERS = ("data.", "module.")
@@ -207,7 +208,7 @@ class PlainAttributes:
             # A hook of the start may have put another one in its place.
             now = self._objects.first(name, now)
         try:
-            made = remaking.like(now, copied(saved), name)
+            made = remaking.like(now, deep_copy(saved), name)
         except DAMAGED:
             raise damaged(f"the attribute {name}") from None
         # What was filled in the class stays there.

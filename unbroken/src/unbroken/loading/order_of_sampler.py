@@ -1,0 +1,153 @@
+"""By what a sampler without a ``state_dict`` gives its order, beside the length of its data and
+torch's generator, which is seeded: the weights and indices of torch's own samplers, which training
+may change (importance sampling), and generators of random numbers of one's own.
+"""
+
+import copy
+import random
+import zlib
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import data
+from unbroken.loading.own_generators import restore, state_of
+from unbroken.loading.samplers import samplers_within
+from unbroken.tensors.same_values import is_same
+from unbroken.tensors.written_into import is_written_into
+
+# These draw from torch's generator only.
+SEEDABLE = (
+    data.RandomSampler,
+    data.SequentialSampler,
+    data.SubsetRandomSampler,
+    data.WeightedRandomSampler,
+)
+# Their attributes that decide the order
+DECIDING = ("weights", "indices", "num_samples", "_num_samples", "replacement")
+# Generators from which a sampler of one's own may draw. Those of torch are seeded.
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+NUMBERS = {bool, int, float}
+# An array of NumPy's becomes a tensor.
+ARRAY = "numpy.ndarray"
+GENERATOR = "generator"
+# Bytes of values that training has not changed: more of them are not kept in every checkpoint.
+MOST_BYTES = 2**20
+
+
+def draws_as_torch_does(source: Any) -> bool:
+    """Whether a sampler gives its order by torch's own code. A subclass may do otherwise."""
+    return any(type(source).__iter__ is kind.__iter__ for kind in SEEDABLE)
+
+
+def kept_with_the_loader(sampler: Any) -> list[str]:
+    """The names of a sampler's attributes that a checkpoint keeps in the state of its loader."""
+    attributes = getattr(sampler, "__dict__", {})
+    return [name for name in attributes if _is_kept(sampler, name, attributes[name])]
+
+
+def order_of(source: Any) -> dict[str, Any]:
+    """Copies of what decides the order of a sampler, and of samplers within it, as plain data."""
+    return {
+        f"{number}.{name}": _plain_copy(vars(sampler)[name])
+        for number, sampler in enumerate(samplers_within(source))
+        for name in kept_with_the_loader(sampler)
+    }
+
+
+def give_order(source: Any, values: dict[str, Any]) -> None:
+    """Let samplers give the order that they gave when :func:`order_of` returned these values.
+
+    A value is written into the one that there is, where it is of the same form: a module may hold
+    that one, too.
+    """
+    for number, sampler in enumerate(samplers_within(source)):
+        for name, now in list(getattr(sampler, "__dict__", {}).items()):
+            saved = values.get(f"{number}.{name}")
+            if saved is not None and not _is_filled(now, saved):
+                vars(sampler)[name] = _made(now, saved)
+
+
+def is_same_order(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two orders were decided by the same values. A list of numbers, which may be long, is
+    compared at once.
+    """
+    if one.keys() != other.keys():
+        return False
+    pairs = [(one[place], other[place]) for place in one]
+    return all(a == b if type(a) is type(b) is list else is_same(a, b) for a, b in pairs)
+
+
+def is_long(values: dict[str, Any]) -> bool:
+    """Whether so many values are kept only where training has changed them."""
+    return sum(tensor.nbytes for tensor in _tensors_of(values).values()) > MOST_BYTES
+
+
+def digests_of(values: dict[str, Any]) -> dict[str, int]:
+    """A number for each of the tensors and lists among these values."""
+    return {
+        place: zlib.crc32(tensor.contiguous().numpy().tobytes())
+        for place, tensor in _tensors_of(values).items()
+    }
+
+
+def _tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors, arrays and lists among these values, as tensors."""
+    found = {}
+    for place, value in values.items():
+        inside = value.get(ARRAY) if isinstance(value, dict) else value
+        if isinstance(inside, (Tensor, list)):
+            found[place] = torch.as_tensor(inside)
+    return found
+
+
+def _is_kept(sampler: Any, name: str, value: Any) -> bool:
+    if isinstance(value, GENERATORS):
+        return True
+    if not isinstance(sampler, SEEDABLE) or name not in DECIDING:
+        return False
+    if isinstance(value, Tensor):
+        return value.layout == torch.strided
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biuf" and value.dtype.isnative
+    return type(value) in NUMBERS or (type(value) is list and NUMBERS.issuperset(map(type, value)))
+
+
+def _plain_copy(value: Any) -> Any:
+    if isinstance(value, GENERATORS):
+        return {GENERATOR: state_of(value)}
+    if isinstance(value, np.ndarray):
+        return {ARRAY: torch.from_numpy(value.copy())}
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return copy.copy(value)
+
+
+def _is_filled(now: Any, saved: Any) -> bool:
+    """Fill a value with a saved one of the same form; returns whether they are of one."""
+    if isinstance(saved, dict) and GENERATOR in saved:
+        if isinstance(now, GENERATORS):
+            restore(now, saved[GENERATOR])
+        return True
+    array = saved[ARRAY].numpy() if isinstance(saved, dict) else None
+    if isinstance(now, np.ndarray) and array is not None:
+        is_alike = now.shape == array.shape and now.dtype == array.dtype and now.flags.writeable
+        if is_alike:
+            now[...] = array
+        return is_alike
+    if isinstance(now, Tensor) and isinstance(saved, Tensor):
+        return is_written_into(now, saved)
+    if type(now) is type(saved) is list:
+        now[:] = saved
+        return True
+    return False
+
+
+def _made(now: Any, saved: Any) -> Any:
+    """A value of the form of a saved one, on the device of the one that it takes the place of."""
+    if isinstance(saved, dict):
+        return saved[ARRAY].numpy().copy()
+    if isinstance(saved, Tensor):
+        return saved.to(now.device if isinstance(now, Tensor) else "cpu", copy=True)
+    return copy.copy(saved)
