@@ -4,13 +4,16 @@ A run is saved
 
 - before the next batch (:meth:`Saving.before_batch`), where the time or the steps between two saves
   are over (interval.py), where a validation has found a new best, or where the run is asked to
-  stop. The first of these is put off while the previous save is being written. With loaders that
-  cannot start inside an epoch only a new best is saved there;
+  stop. A save by time or steps is put off while the previous one is being written. With loaders
+  that cannot start inside an epoch only a new best is saved there;
 - between two epochs (:meth:`Saving.between_epochs`). Where the previous save is so recent that
   another one would cost too much (interval.py), a state that a thread writes is not saved there,
   unless it is a new best, or a save or a stop was asked for;
-- inside a validation, where the run is asked to stop: the state is that of the validation's start;
+- inside a validation, where the run is asked to stop: the state is that of the validation's start
+  (nothing is saved if the validation has changed weights);
 - after the last epoch (:meth:`Saving.training_ends`).
+
+At an error nothing is saved.
 
 hooks.py calls these methods. In the order in which it happens:
 
@@ -20,9 +23,10 @@ hooks.py calls these methods. In the order in which it happens:
    it together.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
-   :meth:`Saving.save_and_maybe_stop` saves it, unless nobody could resume from there
-   (:meth:`Saving._plan`). The batch before is done with its logging and its validation, and no hook
-   of the next one was called. (validation.py takes the parts for a stop inside a validation.)
+   :meth:`Saving.save_and_maybe_stop` saves it, unless nobody could resume from there and it is no
+   new best (:meth:`Saving._plan`). The batch before is done with its logging and its validation,
+   and no hook of the next one was called. (validation.py takes the parts for a stop inside a
+   validation.)
 3. :class:`unbroken.storage.run_files.RunFiles` waits until the previous save is written. It lets
    Lightning make its checkpoint, which calls
 
@@ -231,8 +235,8 @@ class Saving:
         self, trainer: Trainer, snapshot: Snapshot | None, is_end: bool = False
     ) -> None:
         """Save a snapshot, unless there is none. Then raise Stopped if the ranks have agreed to
-        stop. By then the last save of a run is on the disk: at its end (``is_end``) or a stop this
-        one, or the one before where nothing is saved here.
+        stop. Before a run ends (``is_end``) or stops, its newest save is on the disk: this one, or
+        the one before where nothing is saved now.
 
         Raises:
             Stopped: The ranks have agreed to.

@@ -175,23 +175,42 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
         raise
     except signals.Stopped as stop:
         release_child_processes()  # the other ranks end now
-        try:
-            if not is_tested and timer.begun and trainer.is_global_zero:
-                # With one rank a further signal gives up what follows. With several it does not:
-                # torchrun signals the remaining ranks as soon as one has ended.
-                if trainer.world_size == 1:
-                    signals.raise_from_now_on()
-                finish(trainer, result_of(config, run, trainer, signal.Signals(stop.signum).name))
-            if run.mirror is not None and trainer.is_global_zero:
-                run.mirror.take()
-                say(*run.mirror.finish(signals.seconds_left()))
-        finally:
-            step = trainer.global_step
-            resume = config.program.command("fit")
-            say(*stopped_lines(resume, run.folder, step, checkpoint.saved_step, mirror_option(run)))
+        report = None
+        if not is_tested and timer.begun and trainer.is_global_zero:
+            report = result_of(config, run, trainer, signal.Signals(stop.signum).name)
+        end_stopped(config, run, trainer, report)
         raise
     finally:
         release_child_processes()
+
+
+def end_stopped(
+    config: Configuration, run: RunFolder, trainer: Trainer, report: RunResult | None
+) -> None:
+    """Write the report of a run that was stopped, bring its last state to the mirror, and say which
+    step ``last.ckpt`` holds. A further signal gives up what is left, but for these lines.
+    """
+    mirror = run.mirror if trainer.is_global_zero else None
+    seconds = 0.0
+    try:
+        if report is not None:
+            if trainer.world_size == 1:
+                # With several ranks a further signal gives up nothing: torchrun signals the
+                # remaining ranks as soon as one has ended.
+                signals.raise_from_now_on()
+            finish(trainer, report)
+        if mirror is not None:
+            mirror.take()
+        seconds = signals.seconds_left()
+    finally:
+        try:
+            if mirror is not None:
+                say(*mirror.finish(seconds))
+        finally:
+            checkpoint = the(ExactCheckpoint, trainer)
+            resume = config.program.command("fit")
+            step = trainer.global_step
+            say(*stopped_lines(resume, run.folder, step, checkpoint.saved_step, mirror_option(run)))
 
 
 def takes_any(run: RunFolder, config: Configuration) -> bool:

@@ -23,23 +23,26 @@ Inside a validation the ranks agree after each of its batches, where all of them
 equally many; elsewhere the stop waits for its end. A validation that is cut is given up: the state
 at its start is saved (checkpoint/validation.py), and a resumed run begins it again.
 
-After the last save of a run, a signal is only noted in a script, and ends it in the callback's
-``teardown`` (``Ending.stop_if_asked_late``). A command stops in the batches of its test; a signal
-that comes later has nothing left to stop: the command ends with 0.
+What a second Ctrl-C does, by when it comes (any of the signals may stand for either; the phases are
+those of signals.py):
 
-What a second Ctrl-C does (any signal in the place of either: signals.py has the phases, and which
-line begins each):
-
-| the first came | a command of one rank | a command of several ranks | a script |
+| it comes | a command of one rank | a command of several ranks | a script |
 | --- | --- | --- | --- |
-| in a command's imports | has ended it | has ended it | - |
-| in the start | nothing more: it ends | nothing more: it ends | nothing more: it ends |
-| in training or the test | nothing until the run is saved | nothing to the end | nothing |
-| ... and the run is saved | report, summary, mirror are given up | nothing to the end | see below |
-| when the command is done | ends it at once | ends that rank at once | - |
+| in the imports (IMPORTS) | the first has ended it | the first has ended it | - |
+| in the start (STARTS) | is ignored: the first is ending it | the same | the same |
+| in training or test (RUNS) | is ignored | is ignored | is ignored |
+| when all is saved (SAVED) | report and summary are given up | is ignored (RUNS) | is its own |
+| when all is done (ENDS) | ends it at once | ends that rank at once | is its own |
 
-A script has its own handlers again as soon as its Trainer has saved the run (in ``Hooks`` at an
-error or a stop, else in ``teardown``): a second Ctrl-C is then its own, such as KeyboardInterrupt.
-Before, a handler that it had set itself is called at every signal. With several ranks nothing is
-given up, because all must end together; only SIGKILL ends what hangs.
+"Ignored" is: nothing comes sooner, whatever hangs; SIGKILL alone ends such a run. A handler that a
+script had set itself is called at every signal.
+
+A script's handlers are its own again when its Trainer has saved the run: in ``Hooks.on_exception``
+at a stop or an error, else in the callback's ``teardown``. What a signal does from there is no
+matter of ours, such as to raise KeyboardInterrupt in the place of Stopped.
+
+A *first* signal that comes late: while a command of one rank writes its report, it gives up the
+rest and ends with 130 or 143. With several ranks, and between the last batch of the test and the
+report, nothing is left to stop: the command ends with 0. In a script it is noted until
+``teardown``, which ends it (``Ending.stop_if_asked_late``).
 """

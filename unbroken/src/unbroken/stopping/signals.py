@@ -2,12 +2,12 @@
 
 It depends on the phase in which the process is (:class:`Phase`):
 
-| phase | from | the process's first signal | every further one |
+| phase | from | a signal, if it is the process's first | a further one |
 | --- | --- | --- | --- |
 | IMPORTS | :func:`install`: a command starts | ends the process at once | (it has ended) |
-| STARTS | :func:`imports_are_done`, or a script's Trainer sets up | raises Stopped | nothing |
+| STARTS | :func:`imports_are_done`; in a script the callback's setup | raises Stopped | nothing |
 | RUNS | :func:`note_from_now_on`: training, or a validation or test, begins | is noted | nothing |
-| SAVED | :func:`raise_from_now_on`: one rank, its report is left | raises Stopped | the same |
+| SAVED | :func:`raise_from_now_on`: one rank has its report to write | raises Stopped | the same |
 | ENDS | :func:`command_is_done` | ends the process at once | the same |
 
 What follows when a signal was noted, and what a second Ctrl-C does in commands and scripts, stands
@@ -30,9 +30,9 @@ last exception that they raise ends the run, in the place of ``Stopped``, when t
 other times it is raised at once.
 
 A command with one rank is SAVED when its test is done, or when Lightning has ended a run that was
-stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up report and summary; the
-mirror gets what is left of 8 s since the first signal, and a further one ends that, too. With
-several ranks it stays RUNS to the end, since all of them must end together.
+stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up report and summary, and
+the mirror gets what is left of 8 s since the first signal. With several ranks it stays RUNS to the
+end, since all of them must end together.
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """
@@ -179,6 +179,7 @@ class ScriptSignals:
         if self._handlers:
             # A run before this one, in a notebook, may have ended in another phase.
             state.phase = Phase.STARTS
+            state.parent = os.getppid()
         if requeue_signal is None:
             return
         # SIGHUP may be the one, and was taken over above.

@@ -8,19 +8,23 @@ What may come between, and what follows (checkpoint/saving.py says when a run is
   repeats the steps since, and looks for the best anew (restoring.py).
 - A bit of a file has flipped. A resume takes the other file, and a line says so (usable.py).
 - The disk takes no last. A line says so, the run goes on, and the next save tries again.
-- The disk takes no best. The same; the new best waits in memory and is written before the next
-  save. Where there is no memory for it, a line says that the best stays an older one, and a resume
-  looks for the best anew.
-- The disk takes a best, and not its copy as last. The next save tries again.
-- The disk does not take the last save of a run, at a second try either. The run ends with NotSaved;
-  a resume starts from the last before.
-- No file can hold the state. The run ends with one line, on all ranks.
-- The thread that writes has an error of another kind. Rank zero raises it before its next batch,
-  and the other ranks end with it.
+- The disk takes no best. A line says so; the new best waits in memory and is written at the next
+  save, before the last: until then both files stay the ones before. Where there is no memory for
+  it, a line says that the best stays an older one, and a resume looks for the best anew.
+- The disk takes a best, and not its copy as last. A line says so, and the next save tries again.
+- The disk does not take the last save of a run, at a second try either, or there is nothing to try
+  again because the run cannot start inside its epoch. The run ends with NotSaved; a resume starts
+  from the last before.
+- No file can hold the state. The run ends with one line, on all ranks; the files stay the ones
+  before.
+- The thread that writes has an error of another kind. Rank zero raises it before its next batch or
+  save, and the other ranks end with it.
 - There is no memory to copy a large state. Training waits for the disk.
+- The training itself raises an error. Nothing is saved then: a resume repeats the steps since the
+  last save.
 
-A save that has failed counts as no cost, nor does a single slow one: the next save comes when the
-time or the steps are over (interval.py).
+A save that has failed counts as no cost, nor does one that is slow for once: the next save comes
+when the time or the steps are over (interval.py).
 """
 
 from __future__ import annotations
@@ -85,6 +89,8 @@ class RunFiles:
         self._staging = Staging()
         # A best that the disk did not take. None: the disk has the newest best.
         self._waiting_best: dict[str, Any] | None = None
+        # Whether a save of this start is on the disk.
+        self._has_saved = False
         self.costs = Costs()
 
     @property
@@ -164,7 +170,7 @@ class RunFiles:
         maker = CheckpointMaker(trainer, add_state)
         # Even if the previous save has failed, this one is made: the other ranks wait for it there.
         failure = self._wait_for_previous_save()
-        self.costs.seconds_before = self.costs.last_seconds or None
+        self.costs.seconds_before = self.costs.last_seconds
         try:
             checkpoint = maker.make(target)
             if checkpoint is not None and failure is None:
@@ -182,9 +188,8 @@ class RunFiles:
         failures = [reason for reason in gather_from_ranks(failure, group) if reason]
         if failures:
             reason = failures[0].rstrip(".")
-            if not self.last.exists() and not self.best.exists():
-                raise UserError(f"{reason}. The run has stopped; nothing was saved.")
-            raise UserError(f"{reason}. The run has stopped; go on with --ckpt_path auto.")
+            saved = "what it has saved before is whole" if self._has_saved else "nothing was saved"
+            raise UserError(f"{reason}. The run has stopped; {saved}.")
 
     def _wait_for_previous_save(self) -> str | None:
         """Wait for the previous save, because it has memory for a whole state. Returns why it has
@@ -280,6 +285,7 @@ class RunFiles:
             self.trouble.note(str(error))
         else:
             self.trouble.end()
+            self._has_saved = True
             job.when_saved()
 
     def _write_waiting_best(self, job: WriteJob) -> None:
@@ -373,8 +379,8 @@ class Costs:
     last_write_seconds: float = 0.0
     last_background_seconds: float = 0.0
     last_bytes: int = 0
-    # What the save before it has taken. None: there was none.
-    seconds_before: float | None = None
+    # What the save before it has taken.
+    seconds_before: float = 0.0
 
     @property
     def last_seconds(self) -> float:
@@ -383,9 +389,8 @@ class Costs:
 
     @property
     def usual_seconds(self) -> float:
-        """What a save takes. One that a disk has slowed down does not count."""
-        last = self.last_seconds
-        return last if self.seconds_before is None else min(last, self.seconds_before)
+        """What a save takes, once two have taken as long: a disk may have slowed down one."""
+        return min(self.last_seconds, self.seconds_before)
 
 
 def restored_by_lightning(trainer: Trainer) -> set[str]:
