@@ -146,8 +146,8 @@ class KeptParts:
 
     @contextmanager
     def without_a_trace(self, trainer: Trainer) -> Iterator[None]:
-        """Inside, the user's code may be asked for states, and training goes on as if it had not
-        been: a run that is saved less often, or is resumed, is the same run.
+        """Inside, the user's code may be asked for states, and a run that is saved less often, or
+        is resumed, draws the same random numbers and reads the same batches.
 
         Random numbers that are drawn are put back. Lightning asks no loader for its state: some
         begin an iteration as they are asked, and the engine keeps the states of its own.

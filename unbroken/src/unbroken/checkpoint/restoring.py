@@ -10,43 +10,51 @@ In the order in which it happens:
    ``on_train_epoch_start``, which Lightning leaves out there. It puts the loaders where training
    starts, undoes what the hooks have changed, and gives every part back.
 4. Lightning tells the loaders' samplers the epoch, and they may draw. So the generators are given
-   back once more before the epoch's batches are read (:meth:`Restoring.give_generators_again`).
-   This takes nothing back: the save came after both. After the first batch nothing is left to give
-   back (:meth:`Restoring.batch_ends`).
+   back once more before the epoch's batches are read (:meth:`Restoring.give_generators_again`);
+   those of the save include what was drawn then. After the first batch nothing is left to give back
+   (:meth:`Restoring.batch_ends`).
 
 Why a run that was killed inside an epoch, and is resumed, ends as the one that was not. Each step
-names what makes it true, and on what condition:
+names what makes it true, and on what condition. Of the epoch, k batches were done at the save:
 
 1. The run resumes from its last save, and not from where it was killed. The steps between them are
    computed again. They give the same bits if the operations do: on a GPU add ``--deterministic
    true``, and leave the number of threads and ranks as it was (other ones are told).
-2. A save comes between two batches (``Hooks._before_batch``; the end of saving.py's step 2). Batch
-   k - 1 is done with its logging and its validation. Batch k has been fetched, and no hook of it
-   was called. Gradients of an optimizer step that is not complete are a part (``Gradients``).
-   To save changes nothing of the training (``KeptParts.without_a_trace``), and the file is whole,
-   or is the one before (``written_atomically`` in storage/files.py).
+2. A save comes between two batches (``Hooks._before_batch``; the end of saving.py's step 2). The
+   last batch is done with its logging and its validation. Batch k has been fetched (which is no
+   matter: see 5), and no hook of it was called. Gradients that the next step still uses are a part
+   (``Gradients``): those of a step that is not complete, and of weights that no optimizer zeroes.
+   A save draws no random number that the training would draw, and begins no loader
+   (``KeptParts.without_a_trace``); what the user's own hooks of a save change, such as a count of
+   saves, is his. The file is whole, or is the one before (``written_atomically`` in
+   storage/files.py).
 3. The loops begin with batch k. A checkpoint's counters never show a batch as half done
-   (``clean_counters`` in parts/loops.py); k is their number of completed batches (``Resume.of``).
+   (``clean_counters`` in parts/loops.py); their number of completed batches is k (``Resume.of``).
 4. The order of samples is drawn again, from the checkpoint's seed and the epoch
-   (:meth:`Restoring._keep_seeds_of`, ``ExactBatches._order`` in loading/batches.py) and from what
-   the sampler held as the pass began, and the first k batches are left out. A sampler of one's own
-   needs ``set_epoch`` or a state; a line says where it has neither (loading/faults.py).
-5. Batch k has the same random numbers in it: they come from (seed, rank, epoch, k), and a fetch
-   leaves all generators as it found them (loading/fetch.py). So it is no matter that batch k
-   is fetched a second time. A sample must be a function of its key, the epoch and these numbers:
-   that is tried before training (loading/repeating.py). Of streams and loaders of one's own a
+   (:meth:`Restoring._take_seeds_of`, ``ExactBatches._order`` in loading/batches.py) and from what
+   the sampler held as the pass began, such as weights, or its state; the first k batches are left
+   out. The order of a sampler of one's own must follow from ``set_epoch``, a state, or a generator
+   of its own; a line says where it has neither of the first two (loading/faults.py).
+5. What is drawn while batch k is loaded is the same: it comes from (seed, rank, epoch, k), and a
+   fetch leaves all generators as it found them (loading/fetch.py; a ``gather`` that draws from
+   others than torch's must do so for each batch). So it is no matter that batch k is fetched a
+   second time. A sample must be a function of its key, the epoch and these numbers: that is tried
+   with a few samples before training (loading/repeating.py). Of streams and loaders of one's own a
    state is kept after every batch, or they resume between epochs alone (loading/__init__.py, its
    step 3).
-6. All else that steps and hooks have changed since the start is in the checkpoint: in Lightning's
-   own entries, or in a part (kept.py has the list, docs/how_it_works.md what each is for). The
-   generators come last of the parts in memory, since giving back any other part may draw. What an
-   object of the user's holds, and cannot be kept, is told as it changes
-   (parts/undeclared/not_kept.py). Of global variables generators alone are seen.
-7. Hooks that are called a second time change nothing. ``setup`` and ``configure_*`` run before the
-   checkpoint is loaded, so it wins. ``on_fit_start``, ``on_train_start`` and
-   ``on_train_epoch_start`` run after it: what they change of saved values is undone
-   (before_hooks.py), and what nobody saves stays as they set it. The sanity check, and hooks of
-   batches and validations that are done, are not called.
+6. What else steps and hooks have changed since the start, and the walk of parts/held.py reaches, is
+   in the checkpoint: in Lightning's own entries, or in a part (kept.py has the list,
+   docs/how_it_works.md of the repository what each is for). What it reaches and cannot keep is told
+   as it changes (parts/undeclared/not_kept.py). It does not open functions (closures, ``partial``,
+   methods of other objects), numbers of classes, or global variables other than generators, nor
+   tensors that a package's layer keeps beside its buffers; and what training has made to share
+   memory is given back as two. The generators come last of the parts in memory, since giving back
+   any other part may draw.
+7. Hooks that are called a second time change no saved value. ``setup``, ``configure_model`` and
+   ``configure_optimizers`` run before the checkpoint is loaded, so it wins. ``on_fit_start``,
+   ``on_train_start`` and ``on_train_epoch_start`` run after it: what they change of saved values is
+   undone (before_hooks.py), and what nobody saves stays as they set it. The sanity check, and hooks
+   of batches and validations that are done, are not called.
 
 Where a run was stopped in the validation after its last step, ``max_steps`` is reached, and
 Lightning would enter no epoch. So ``max_steps`` is one step more until that validation is over
@@ -211,7 +219,7 @@ class Restoring:
         # Loaders are made before everything else is given back.
         objects = self._kept.objects
         objects.give_back_early(trainer, resume.mine(trainer).get(objects.name, {}))
-        self._keep_seeds_of(resume)
+        self._take_seeds_of(resume)
         # A run that had stopped early stays so, unless a setting was changed. But a validation that
         # it was killed in comes first.
         trainer.should_stop = resume.should_stop and resume.place != "validation"
@@ -233,7 +241,7 @@ class Restoring:
         buffers |= buffers_left_out(checkpoint, trainer.global_rank)
         give_plain_buffers(module, buffers)
 
-    def _keep_seeds_of(self, resume: Resume) -> None:
+    def _take_seeds_of(self, resume: Resume) -> None:
         """Let the order of samples stay that of the checkpoint, whatever this start would draw.
 
         With another order, the epoch that goes on would read some samples twice and others never.

@@ -87,8 +87,8 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         self.ranks_agree = True
         # Of a pass that is begun again: the sampler's state as it began, and at the save. None: the
         # next pass is a new one.
-        self._begun: Any = None
-        self._now: Any = None
+        self._state_at_begin: Any = None
+        self._state_at_save: Any = None
         # The batches of a batch sampler of the user's own that several ranks evaluate; else None.
         self._dealt: list[list[Any]] | None = None
         is_shared = not training and self.parts > 1
@@ -144,9 +144,9 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
 
     def load(self, state: Any) -> None:
         self._samples_of_pass = state.get("samples")
-        self._begun = state.get("begun")
-        self._now = state.get("now")
-        self._load(self._now if self._begun is None else self._begun)
+        self._state_at_begin = state.get("begun")
+        self._state_at_save = state.get("now")
+        self._load(self._state_at_save if self._state_at_begin is None else self._state_at_begin)
 
     def _load(self, state: Any) -> None:
         if self.stateful is None:
@@ -308,7 +308,7 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         if self._drawn_again is not None:
             order, self._drawn_again = self._drawn_again, None
             return order
-        begun, self._begun = self._begun, None
+        begun, self._state_at_begin = self._state_at_begin, None
         if begun is not None:
             # A data module that holds the sampler has got the state of the save back since.
             self._load(begun)
@@ -316,8 +316,8 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         self.states = {**earlier_passes, self.batches_before: self.state()}
         order = self._order_of_pass()
         self._samples_of_pass = len(order)
-        if begun is not None and not self._is_same(self.state(), self._now):
-            self._load(self._now)
+        if begun is not None and not self._is_same(self.state(), self._state_at_save):
+            self._load(self._state_at_save)
         return order
 
     def _order_of_pass(self) -> Any:
