@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler
 from torch.utils.data import (
@@ -1094,6 +1095,50 @@ def test_an_order_is_drawn_before_a_validation_that_a_run_resumes_in_may_change_
     with pytest.raises(SystemExit):
         trained(tmp_path / "stopped", MiningInValidations(stopped_at), **options)
     resumed = trained(tmp_path / "stopped", MiningInValidations(), **options)
+    assert torch.equal(resumed.net.weight, undisturbed.net.weight)
+
+
+class Stream:
+    """Has a state and no length."""
+
+    def __init__(self) -> None:
+        self.done = 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.done < 8:
+            self.done += 1
+            yield torch.tensor([[self.done / 8]])
+        self.done = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"done": self.done}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.done = state["done"]
+
+
+class MiningBesideAStream(Mining):
+    """Lightning reads these loaders before the hooks of a start."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return super().training_step(batch["rows"], batch_idx) * (1 + batch["stream"].sum())
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        weights = self.trainer.train_dataloader["rows"].sampler.weights
+        weights[(batch["rows"][0].flatten() * 8).long()] *= 5
+
+    def train_dataloader(self) -> Any:
+        loaders = {"rows": super().train_dataloader(), "stream": Stream()}
+        return CombinedLoader(loaders, "min_size")
+
+
+@pytest.mark.parametrize("killed_at", [2, 6, 9])
+def test_an_order_beside_a_stream_is_drawn_once(killed_at: int, tmp_path: Path) -> None:
+    options = {"reload_dataloaders_every_n_epochs": 0, "max_epochs": 4}
+    undisturbed = trained(tmp_path / "undisturbed", MiningBesideAStream(), **options)
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", MiningBesideAStream(killed_at), **options)
+    resumed = trained(tmp_path / "killed", MiningBesideAStream(), **options)
     assert torch.equal(resumed.net.weight, undisturbed.net.weight)
 
 

@@ -191,8 +191,10 @@ class RunLoaders:
             position.seeds = seeds
 
     def draw_again(self) -> None:
-        """Draw the orders of the passes that a run resumes in."""
-        for position in self.positions:
+        """Draw the orders of the passes that a run resumes in, unless they were drawn as a loader
+        was read early.
+        """
+        for position in () if self.read_early else self.positions:
             told = position.draw_again()
             if told is not None:
                 self.lines.append(f"{told}: the resume is not exact.")
