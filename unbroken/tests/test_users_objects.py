@@ -7,12 +7,13 @@ import io
 import itertools
 import random
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -1421,8 +1422,19 @@ def test_what_training_makes_shares_or_changes_comes_back(
         assert torch.equal(mine, theirs)
 
 
-# As at the top of a script
-DRAWS = np.random.default_rng(0)
+class Script(ModuleType):
+    """A script of the user's, with a generator in a global variable."""
+
+    draws = np.random.default_rng(0)
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Script:
+    made = Script("script_of_the_users")
+    made.__file__ = str(tmp_path / "script_of_the_users.py")
+    vars(made)["draws"] = Script.draws
+    monkeypatch.setitem(sys.modules, made.__name__, made)
+    return made
 
 
 class NoisyRows(Dataset[Any]):
@@ -1432,7 +1444,7 @@ class NoisyRows(Dataset[Any]):
         return 8
 
     def __getitem__(self, index: int) -> Any:
-        return [torch.tensor([index / 8 + DRAWS.random()], dtype=torch.float32)]
+        return [torch.tensor([index / 8 + Script.draws.random()], dtype=torch.float32)]
 
 
 class DrawsFromTheScripts(Plain):
@@ -1441,10 +1453,10 @@ class DrawsFromTheScripts(Plain):
     def __init__(self, workers: int, killed_at: int | None = None) -> None:
         super().__init__(killed_at)
         self.workers = workers
-        DRAWS.bit_generator.state = np.random.default_rng(0).bit_generator.state
+        Script.draws.bit_generator.state = np.random.default_rng(0).bit_generator.state
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        return super().training_step(batch, batch_idx) * (1 + DRAWS.random())
+        return super().training_step(batch, batch_idx) * (1 + Script.draws.random())
 
     def train_dataloader(self) -> Any:
         return DataLoader(NoisyRows(), 2, num_workers=self.workers)
@@ -1453,29 +1465,35 @@ class DrawsFromTheScripts(Plain):
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("killed_at", [4, 6])
 def test_a_generator_in_a_global_variable_of_the_users_own_files_is_kept(
-    workers: int, killed_at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workers: int,
+    killed_at: int,
+    script: Script,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     undisturbed = trained(tmp_path / "undisturbed", DrawsFromTheScripts(workers))
-    expected = DRAWS.random()
+    expected = Script.draws.random()
     with pytest.raises(Killed):
         trained(tmp_path / "killed", DrawsFromTheScripts(workers, killed_at))
     resumed = trained(tmp_path / "killed", DrawsFromTheScripts(workers))
     assert torch.equal(resumed.net.weight, undisturbed.net.weight)
-    assert DRAWS.random() == expected
+    assert Script.draws.random() == expected
     assert "other samples" not in told(capsys)
 
 
-def test_what_a_step_draws_from_a_generator_in_a_global_variable_is_as_without_the_engine() -> None:
+def test_what_a_step_draws_from_a_generator_in_a_global_variable_is_as_without_the_engine(
+    script: Script,
+) -> None:
     """To fetch a batch neither moves nor seeds it."""
 
     class Draws(Plain):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            drawn.append(DRAWS.random())
+            drawn.append(Script.draws.random())
             return super().training_step(batch, batch_idx)
 
     drawn: list[float] = []
     generator = np.random.default_rng(3)
-    DRAWS.bit_generator.state = generator.bit_generator.state
+    Script.draws.bit_generator.state = generator.bit_generator.state
     trainer = Trainer(
         accelerator="cpu",
         logger=False,

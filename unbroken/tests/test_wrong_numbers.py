@@ -190,7 +190,7 @@ def test_a_run_that_its_steps_have_ended_is_told_to_raise_them(
     again = ["--run_name", "s", "--ckpt_path", "checkpoints/r/last.ckpt", "--max_steps", "2"]
     capsys.readouterr()
     assert entry.exit_code(fit.main, again) == 2
-    assert capsys.readouterr().err.endswith("as long as it should. Raise --max_steps.\n")
+    assert capsys.readouterr().err.endswith("has trained already, got 2.\n")
 
 
 class InfiniteAtFirst(Callback):
