@@ -134,7 +134,7 @@ class Hooks(Callback):
     def _before_batch(self, trainer: Trainer) -> None:
         engine = self.engine
         engine.own_folder.files.check()
-        if engine.restoring.wants_no_batch:
+        if engine.restoring.came_only_for_a_validation:
             # Lightning's loop ends an epoch by this.
             raise StopIteration
         if engine.own_folder.saves:

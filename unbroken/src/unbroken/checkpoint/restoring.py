@@ -7,11 +7,11 @@ In the order in which it happens:
 2. The user's start-up hooks act, as in a new run. Before they do, what they may change is noted
    (:meth:`Restoring.fit_starts`, :meth:`Restoring.training_starts`).
 3. All these hooks are done. If the run resumes inside an epoch, :meth:`Restoring.restore` calls
-   ``on_train_epoch_start``, which Lightning leaves out there. It puts the loaders where training
-   starts, undoes what the hooks have changed, and gives every part back.
+   ``on_train_epoch_start``, which Lightning leaves out there. It then puts the loaders where
+   training starts, undoes what the hooks have changed, and gives every part back.
 4. Lightning tells the loaders' samplers the epoch, and they may draw. So the generators are given
-   back once more before the epoch's batches are read (:meth:`Restoring.give_generators_again`);
-   those of the save include what was drawn then. After the first batch nothing is left to give back
+   back once more before the epoch's batches are read (:meth:`Restoring.give_generators_again`); the
+   saved states include what was drawn then. After the first batch nothing is left to give back
    (:meth:`Restoring.batch_ends`).
 
 Why a run that was killed inside an epoch, and is resumed, ends as the one that was not. Each step
@@ -20,41 +20,43 @@ names what makes it true, and on what condition. Of the epoch, k batches were do
 1. The run resumes from its last save, and not from where it was killed. The steps between them are
    computed again. They give the same bits if the operations do: on a GPU add ``--deterministic
    true``, and leave the number of threads and ranks as it was (other ones are told).
-2. A save comes between two batches (``Hooks._before_batch``; the end of saving.py's step 2). The
-   last batch is done with its logging and its validation. Batch k has been fetched (which is no
-   matter: see 5), and no hook of it was called. Gradients that the next step still uses are a part
-   (``Gradients``): those of a step that is not complete, and of weights that no optimizer zeroes.
-   A save draws no random number that the training would draw, and begins no loader
-   (``KeptParts.without_a_trace``); what the user's own hooks of a save change, such as a count of
-   saves, is his. The file is whole, or is the one before (``written_atomically`` in
-   storage/files.py).
+   checkpoint/not_exact.py and the table in docs/how_it_works.md name what cannot be exact.
+2. A save comes between two batches (``Hooks._before_batch``; saving.py, item 2). The last batch is
+   done with its logging and its validation. Batch k has been fetched (which is no matter: see 5),
+   and no hook of it was called. Gradients that the next step still uses are a part (``Gradients``):
+   those of a step that is not complete, and of weights that no optimizer zeroes. A save draws no
+   random number that the training would draw, and begins no loader (``KeptParts.without_a_trace``);
+   what the user's own hooks of a save change, such as a count of saves, is his. The file is whole,
+   or is the one before (``written_atomically`` in storage/files.py).
 3. The loops begin with batch k. A checkpoint's counters never show a batch as half done
-   (``clean_counters`` in parts/loops.py); their number of completed batches is k (``Resume.of``).
+   (``clean_counters`` in parts/loops.py, which leaves one step out that ``prepare_resumed_epoch``
+   in lightning_internals.py adds again); their number of completed batches is k (``Resume.of``).
 4. The order of samples is drawn again, from the checkpoint's seed and the epoch
    (:meth:`Restoring._take_seeds_of`, ``ExactBatches._order`` in loading/batches.py) and from what
    the sampler held as the pass began, such as weights, or its state; the first k batches are left
    out. The order of a sampler of one's own must follow from ``set_epoch``, a state, or a generator
-   of its own; a line says where it has neither of the first two (loading/faults.py).
+   in an attribute of it; a line says where it has neither of the first two (loading/faults.py).
 5. What is drawn while batch k is loaded is the same: it comes from (seed, rank, epoch, k), and a
-   fetch leaves all generators as it found them (loading/fetch.py; a ``gather`` that draws from
-   others than torch's must do so for each batch). So it is no matter that batch k is fetched a
-   second time. A sample must be a function of its key, the epoch and these numbers: that is tried
-   with a few samples before training (loading/repeating.py). Of streams and loaders of one's own a
-   state is kept after every batch, or they resume between epochs alone (loading/__init__.py, its
-   step 3).
-6. What else steps and hooks have changed since the start, and the walk of parts/held.py reaches, is
-   in the checkpoint: in Lightning's own entries, or in a part (kept.py has the list,
-   docs/how_it_works.md of the repository what each is for). What it reaches and cannot keep is told
-   as it changes (parts/undeclared/not_kept.py). It does not open functions (closures, ``partial``,
-   methods of other objects), numbers of classes, or global variables other than generators, nor
-   tensors that a package's layer keeps beside its buffers; and what training has made to share
-   memory is given back as two. The generators come last of the parts in memory, since giving back
-   any other part may draw.
-7. Hooks that are called a second time change no saved value. ``setup``, ``configure_model`` and
-   ``configure_optimizers`` run before the checkpoint is loaded, so it wins. ``on_fit_start``,
-   ``on_train_start`` and ``on_train_epoch_start`` run after it: what they change of saved values is
-   undone (before_hooks.py), and what nobody saves stays as they set it. The sanity check, and hooks
-   of batches and validations that are done, are not called.
+   fetch leaves all other generators as it found them (loading/fetch.py; a ``gather`` that draws
+   from others than torch's must do so for each batch). So it is no matter that batch k is fetched a
+   second time. A sample must be a function of its key, the epoch and these numbers: on Linux that
+   is tried with a few samples before training (loading/repeating.py). Of streams and loaders of
+   one's own a state is kept after every batch, or they resume between epochs alone
+   (loading/__init__.py, its step 3).
+6. What else steps and hooks have changed since the start, and the walk over the user's attributes
+   reaches (parts/held.py), is in the checkpoint: in Lightning's own entries, or in a part (kept.py
+   has the list, docs/how_it_works.md of the repository what each is for). What it reaches and
+   cannot keep is told as it changes (parts/undeclared/not_kept.py). It does not open functions
+   (closures, ``partial``, methods of other objects), numbers of classes, or global variables other
+   than generators, nor tensors that a package's layer keeps beside its buffers; and what training
+   has made to share memory is given back as two. The generators come last of the parts in memory,
+   since giving back any other part may draw.
+7. Hooks that the resumed process calls again change no saved value. ``setup`` and
+   ``configure_model`` run before the checkpoint is loaded, so it wins. ``configure_optimizers``
+   runs after the weights are loaded and before the states of optimizers: it may not change weights.
+   ``on_fit_start``, ``on_train_start`` and ``on_train_epoch_start`` run last: what they change of
+   saved values is undone (before_hooks.py), and what nobody saves stays as they set it. The sanity
+   check, and hooks of batches and validations that are done, are not called.
 
 Where a run was stopped in the validation after its last step, ``max_steps`` is reached, and
 Lightning would enter no epoch. So ``max_steps`` is one step more until that validation is over
@@ -493,7 +495,7 @@ class Restoring:
             self._resume.give_back(trainer, generators)
 
     @property
-    def wants_no_batch(self) -> bool:
+    def came_only_for_a_validation(self) -> bool:
         """Whether the run went on only for a validation, and has none to do any more."""
         return self._kept.settings.steps_more > 0
 

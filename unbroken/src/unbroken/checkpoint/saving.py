@@ -7,8 +7,8 @@ A run is saved
   stop. A save by time or steps is put off while the previous one is being written. With loaders
   that cannot start inside an epoch only a new best is saved there;
 - between two epochs (:meth:`Saving.between_epochs`). Where the previous save is so recent that
-  another one would cost too much (interval.py), a state that a thread writes is not saved there,
-  unless it is a new best, or a save or a stop was asked for;
+  another one would cost too much (interval.py), or is still being written, a state of 16 MiB or
+  more is not saved there, unless it is a new best, or a save or a stop was asked for;
 - inside a validation, where the run is asked to stop: the state is that of the validation's start
   (nothing is saved if the validation has changed weights);
 - after the last epoch (:meth:`Saving.training_ends`).
@@ -23,8 +23,8 @@ hooks.py calls these methods. In the order in which it happens:
    it together.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
-   :meth:`Saving.save_and_maybe_stop` saves it, unless nobody could resume from there and it is no
-   new best (:meth:`Saving._plan`). The batch before is done with its logging and its validation,
+   :meth:`Saving.save_and_maybe_stop` saves it, if a run can resume from it or it is a new best
+   (:meth:`Saving._plan`). The batch before is done with its logging and its validation,
    and no hook of the next one was called. (validation.py takes the parts for a stop inside a
    validation.)
 3. :class:`unbroken.storage.run_files.RunFiles` waits until the previous save is written. It lets

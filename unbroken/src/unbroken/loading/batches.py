@@ -98,7 +98,7 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         # By what the sampler gives its order, as the user has made it.
         self._as_made = order_of(self.source)
         # The order of the pass that a run resumes in, until it is read.
-        self._drawn_again: Any = None
+        self._order_to_resume: Any = None
         # Of the pass that was begun last, or is begun again. None: there was none.
         self._samples_of_pass: int | None = None
         if not training:
@@ -126,7 +126,7 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         its order is drawn again, and that of now, because training may have changed it since;
         the ``samples`` of the pass; and digests of what the user's code has made (``made``).
 
-        One that is long, and that training has not changed, is left out.
+        What a sampler holds is left out where it is long, and training has not changed it.
         """
         place, begun = super().state_to_start_after(batches, epoch_ends)
         now = self.state()
@@ -233,7 +233,7 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
     @property
     def _samples_to_read(self) -> int:
         """The samples of the next pass."""
-        return self.num_samples if self._drawn_again is None else len(self._drawn_again)
+        return self.num_samples if self._order_to_resume is None else len(self._order_to_resume)
 
     def _start_sample(self, samples: int) -> int:
         """See :attr:`start_sample`: of a pass of so many samples."""
@@ -297,16 +297,16 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         if self.start.epoch_is_trained:
             return None
         before = self._samples_of_pass
-        self._drawn_again = self._order()
-        now = len(self._drawn_again)
+        self._order_to_resume = self._order()
+        now = len(self._order_to_resume)
         if before in (None, now):
             return None
         return f"this epoch began with {before:,} samples, and is drawn again from {now:,}"
 
     def _order(self) -> Any:
         """The samples (or batches) of a whole pass in order, the same on every rank."""
-        if self._drawn_again is not None:
-            order, self._drawn_again = self._drawn_again, None
+        if self._order_to_resume is not None:
+            order, self._order_to_resume = self._order_to_resume, None
             return order
         begun, self._state_at_begin = self._state_at_begin, None
         if begun is not None:

@@ -23,23 +23,25 @@ Inside a validation the ranks agree after each of its batches, where all of them
 equally many; elsewhere the stop waits for its end. A validation that is cut is given up: the state
 at its start is saved (checkpoint/validation.py), and a resumed run begins it again.
 
-What a second Ctrl-C does, by when it comes (any of the signals may stand for either; the phases are
-those of signals.py):
+What a second Ctrl-C does, by when it comes (the first and the second may each be any of the stop
+signals of signals.py, which has the phases, too):
 
 | it comes | a command of one rank | a command of several ranks | a script |
 | --- | --- | --- | --- |
 | in the imports (IMPORTS) | the first has ended it | the first has ended it | - |
 | in the start (STARTS) | is ignored: the first is ending it | the same | the same |
 | in training or test (RUNS) | is ignored | is ignored | is ignored |
-| when all is saved (SAVED) | report and summary are given up | is ignored (RUNS) | is its own |
+| while the report is written | report and summary are given up (SAVED) | is ignored (RUNS) | - |
 | when all is done (ENDS) | ends it at once | ends that rank at once | is its own |
 
-"Ignored" is: nothing comes sooner, whatever hangs; SIGKILL alone ends such a run. A handler that a
-script had set itself is called at every signal.
+"Ignored" is: it shortens nothing, and what hangs still hangs; SIGKILL alone ends such a run.
+(torchrun sends that itself, 30 s after it was asked to stop; ``--shutdown-timeout`` makes it more.)
+A handler that a script had set itself is called at every signal.
 
-A script's handlers are its own again when its Trainer has saved the run: in ``Hooks.on_exception``
-at a stop or an error, else in the callback's ``teardown``. What a signal does from there is no
-matter of ours, such as to raise KeyboardInterrupt in the place of Stopped.
+A script's handlers are its own again in ``Hooks.on_exception``, at an error or behind the save of a
+stop, else in the callback's ``teardown``. What a signal does from there is no matter of ours, such
+as to raise KeyboardInterrupt in the place of Stopped. In the start of a script no thread ends what
+hangs.
 
 A *first* signal that comes late: while a command of one rank writes its report, it gives up the
 rest and ends with 130 or 143. With several ranks, and between the last batch of the test and the

@@ -7,7 +7,7 @@ It depends on the phase in which the process is (:class:`Phase`):
 | IMPORTS | :func:`install`: a command starts | ends the process at once | (it has ended) |
 | STARTS | :func:`imports_are_done`; in a script the callback's setup | raises Stopped | nothing |
 | RUNS | :func:`note_from_now_on`: training, or a validation or test, begins | is noted | nothing |
-| SAVED | :func:`raise_from_now_on`: one rank has its report to write | raises Stopped | the same |
+| SAVED | :func:`raise_from_now_on`: one rank has a report to write | raises Stopped | so, too |
 | ENDS | :func:`command_is_done` | ends the process at once | the same |
 
 What follows when a signal was noted, and what a second Ctrl-C does in commands and scripts, stands

@@ -17,14 +17,14 @@ What may come between, and what follows (checkpoint/saving.py says when a run is
   from the last before.
 - No file can hold the state. The run ends with one line, on all ranks; the files stay the ones
   before.
-- The thread that writes has an error of another kind. Rank zero raises it before its next batch or
-  save, and the other ranks end with it.
+- The thread that writes has an error of another kind, or the first file cannot be read back. Rank
+  zero raises it before its next batch or save or at the end, and the other ranks end with it.
 - There is no memory to copy a large state. Training waits for the disk.
 - The training itself raises an error. Nothing is saved then: a resume repeats the steps since the
   last save.
 
-A save that has failed counts as no cost, nor does one that is slow for once: the next save comes
-when the time or the steps are over (interval.py).
+A save that has failed does not lengthen the interval, nor does one that is slow for once: the next
+save comes when the time or the steps are over (interval.py).
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class RunFiles:
         maker = CheckpointMaker(trainer, add_state)
         # Even if the previous save has failed, this one is made: the other ranks wait for it there.
         failure = self._wait_for_previous_save()
-        self.costs.seconds_before = self.costs.last_seconds
+        before = self.costs.last_seconds
         try:
             checkpoint = maker.make(target)
             if checkpoint is not None and failure is None:
@@ -184,6 +184,7 @@ class RunFiles:
             self.costs.wait_seconds += waited
             if self.trouble.reason is None:
                 # A save that has failed says nothing of what one costs.
+                self.costs.seconds_before = before
                 self.costs.last_wait_seconds = waited
         failures = [reason for reason in gather_from_ranks(failure, group) if reason]
         if failures:
