@@ -87,7 +87,7 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     own = MetricRows(SimpleNamespace())  # type: ignore[arg-type]
     parts = KeptParts(RunLoaders(0), Following(Best()), [own], undeclared=True).all
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 28
+    assert len(names) == len(set(names)) == 29
     assert isinstance(parts[-1], RandomGenerators)
 
 
@@ -623,9 +623,6 @@ class OnAccelerator(torch.Tensor):
     device = property(lambda self: torch.device("cuda"))  # type: ignore[assignment]
 
     def detach(self) -> Any:
-        return self
-
-    def to(self, *_: Any, **__: Any) -> Any:
         return self.as_subclass(torch.Tensor)
 
 

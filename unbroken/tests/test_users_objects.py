@@ -1363,6 +1363,101 @@ class SharesABuffer(Scaled):
         return float(self.same.abs().mean())
 
 
+class AveragesBuffers(Scaled):
+    """Replaces buffers that begin as the memory of the weights."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.register_buffer("average", self.net.weight.data, persistent=False)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.average = self.average * 0.9 + self.net.weight.data * 0.1
+
+    def scale(self, batch: Any) -> Any:
+        return float(self.average.abs().mean())
+
+
+class SharesTwoBuffers(Scaled):
+    """Has one tensor as two buffers."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        same = torch.ones(3)
+        self.register_buffer("one", same, persistent=False)
+        self.net.register_buffer("other", same, persistent=False)
+
+    def scale(self, batch: Any) -> Any:
+        self.net.other.mul_(0.99)
+        return self.one.sum()
+
+
+class ReplacesAGenerator(Scaled):
+    """By one that draws other bits, in each epoch."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.rng = np.random.default_rng(0)
+
+    def on_train_epoch_end(self) -> None:
+        self.rng = np.random.Generator(np.random.MT19937(self.current_epoch))
+
+    def scale(self, batch: Any) -> Any:
+        return self.rng.random()
+
+
+class HasAGeneratorInItsClass(Scaled):
+    rng = np.random.default_rng(3)
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.rng.bit_generator.state = np.random.default_rng(3).bit_generator.state
+
+    def scale(self, batch: Any) -> Any:
+        return self.rng.random()
+
+
+class AccumulatesByHand(Plain):
+    """Adds up gradients of weights that it holds in a list, and an optimizer alone has."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.automatic_optimization = False
+        self.critic = [torch.full((1,), 0.5, requires_grad=True)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx) * self.critic[0].pow(2).sum()
+        self.manual_backward(loss)
+        if self.batches % 3 == 0:
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.critic], 0.1)
+
+
+class LooksAtBatches(Mining):
+    """Looks at some batches of the training inside an epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        if batch_idx == 1:
+            for _ in itertools.islice(self.trainer.train_dataloader, 2):
+                pass
+
+
+class Slides(Mining):
+    """Reads rows of a window that slides on in each epoch."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None: ...
+
+    def on_train_epoch_end(self) -> None:
+        first = (self.current_epoch + 1) % 4
+        self.trainer.train_dataloader.sampler.indices = range(first, first + 4)
+
+    def made_sampler(self) -> Any:
+        return SubsetRandomSampler(range(4))
+
+
 class ChangesALayer(Scaled):
     """Changes a tuple that a layer of torch's keeps."""
 
@@ -1406,6 +1501,11 @@ class ClipsAll(Plain):
         MakesOneOfNumPys,
         MakesOneOfPythons,
         SharesABuffer,
+        AveragesBuffers,
+        SharesTwoBuffers,
+        ReplacesAGenerator,
+        HasAGeneratorInItsClass,
+        AccumulatesByHand,
         ChangesALayer,
         KeepsLosses,
         ClipsAll,
@@ -1420,6 +1520,105 @@ def test_what_training_makes_shares_or_changes_comes_back(
     resumed = trained(tmp_path / "killed", kind(), max_epochs=6)
     for mine, theirs in zip(resumed.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("killed_at", [3, 6, 14])
+@pytest.mark.parametrize("kind", [LooksAtBatches, Slides])
+def test_a_pass_begins_once_whoever_looks_at_its_batches_and_ranges_are_kept(
+    kind: type[Mining], killed_at: int, tmp_path: Path
+) -> None:
+    options = {"max_epochs": 8, "reload_dataloaders_every_n_epochs": 0}
+    undisturbed = trained(tmp_path / "undisturbed", kind(), **options)
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", kind(killed_at), **options)
+    resumed = trained(tmp_path / "killed", kind(), **options)
+    assert torch.equal(resumed.net.weight, undisturbed.net.weight)
+
+
+class MyRandom(random.Random):
+    """A generator whose class nobody knows."""
+
+
+class MakesOneOfItsOwn(MakesAGenerator):
+    def scale(self, batch: Any) -> Any:
+        if self.rng is None:
+            self.rng = MyRandom(0)
+        return self.rng.random()
+
+
+class Rotates(Plain):
+    """Validates other rows each time."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+    def on_validation_epoch_end(self) -> None:
+        sampler = self.trainer.val_dataloaders.sampler
+        sampler.indices = [(index + 1) % 8 for index in sampler.indices]
+
+    def val_dataloader(self) -> Any:
+        rows = TensorDataset(torch.arange(8.0)[:, None] / 8)
+        return DataLoader(rows, 2, sampler=SubsetRandomSampler([0, 1]))
+
+
+def test_what_cannot_be_made_or_is_not_kept_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(Killed):
+        trained(tmp_path / "own", MakesOneOfItsOwn(6))
+    trained(tmp_path / "own", MakesOneOfItsOwn())
+    assert "module.rng was a MyRandom, which cannot be made here" in told(capsys)
+    trained(tmp_path / "rotates", Rotates(), reload_dataloaders_every_n_epochs=0)
+    assert "val_dataloaders.sampler.indices, which changes in training" in told(capsys)
+
+
+class OfASubclass(torch.Tensor):
+    """A tensor of a class of the user's own."""
+
+
+def holding(value: Any) -> Plain:
+    module = Plain()
+    module.value = value
+    return module
+
+
+def in_itself() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+def deep(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.ones(2).as_subclass(OfASubclass),
+        lambda: [torch.ones(2).as_subclass(OfASubclass)],
+        lambda: torch.quantize_per_tensor(torch.ones(2000), 0.1, 0, torch.qint8),
+        lambda: [torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)],
+        lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+        lambda: torch.ones(2).to_mkldnn(),
+        lambda: torch.ones(2000, dtype=torch.complex64).conj().imag,
+        in_itself,
+        lambda: deep(1500),
+        lambda: 10**5000,
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*[Nn]ested|.*sparse|.*quantize:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.quantize:DeprecationWarning")
+def test_an_attribute_of_any_kind_ends_no_run(make: Any, tmp_path: Path) -> None:
+    module = holding(make())
+    trained(tmp_path, module, max_epochs=1)
+    assert module.batches == 4
+    again = holding(make())
+    trained(tmp_path, again, max_epochs=2)
+    assert again.batches == 8
 
 
 class Script(ModuleType):

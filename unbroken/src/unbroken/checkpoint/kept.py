@@ -39,6 +39,7 @@ from unbroken.parts.metrics import (
 )
 from unbroken.parts.module import (
     EvalModes,
+    FilledBuffers,
     FrozenParameters,
     Gradients,
     PlainBuffers,
@@ -103,6 +104,7 @@ class KeptParts:
             BatchSizes(self._positions),
             self.data_sets,
             self.validation_samples,
+            FilledBuffers(self.buffers),
             self.buffers,
             Gradients(),
             FrozenParameters(),

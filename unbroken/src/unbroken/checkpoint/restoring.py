@@ -24,10 +24,12 @@ names what makes it true, and on what condition. Of the epoch, k batches were do
 2. A save comes between two batches (``Hooks._before_batch``; saving.py, item 2). The last batch is
    done with its logging and its validation. Batch k has been fetched (which is no matter: see 5),
    and no hook of it was called. Gradients that the next step still uses are a part (``Gradients``):
-   those of a step that is not complete, and of weights that no optimizer zeroes. A save draws no
-   random number that the training would draw, and begins no loader (``KeptParts.without_a_trace``);
-   what the user's own hooks of a save change, such as a count of saves, is his. The file is whole,
-   or is the one before (``written_atomically`` in storage/files.py).
+   those of a step that is not complete, and of weights that no optimizer zeroes. (Lightning zeroes
+   the others behind ``training_step``: one that reads them finds none after a resume.) A save draws
+   no random number that the training would draw, and begins no loader
+   (``KeptParts.without_a_trace``); what the user's own hooks of a save change, such as a count of
+   saves, is his. The file is whole, or is the one before (``written_atomically`` in
+   storage/files.py).
 3. The loops begin with batch k. A checkpoint's counters never show a batch as half done
    (``clean_counters`` in parts/loops.py, which leaves one step out that ``prepare_resumed_epoch``
    in lightning_internals.py adds again); their number of completed batches is k (``Resume.of``).

@@ -312,13 +312,24 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         if begun is not None:
             # A data module that holds the sampler has got the state of the save back since.
             self._load(begun)
-        earlier_passes = self.states if self.batches_before else {}
-        self.states = {**earlier_passes, self.batches_before: self.state()}
+        is_trainings = begun is not None or self._is_trainings_pass()
+        state = self.state()
         order = self._order_of_pass()
-        self._samples_of_pass = len(order)
+        if is_trainings:
+            earlier_passes = self.states if self.batches_before else {}
+            self.states = {**earlier_passes, self.batches_before: state}
+            self._samples_of_pass = len(order)
         if begun is not None and not self._is_same(self.state(), self._state_at_save):
             self._load(self._state_at_save)
         return order
+
+    def _is_trainings_pass(self) -> bool:
+        """Whether the pass that begins is the Trainer's, and not one by which the user's code looks
+        at some batches inside an epoch.
+        """
+        if self.batches_now is None or self.cycles or not self.states:
+            return True
+        return self.batches_now() == 0
 
     def _order_of_pass(self) -> Any:
         epoch_seed = self._epoch_seed()

@@ -32,6 +32,7 @@ NUMBERS = {bool, int, float}
 # An array of NumPy's becomes a tensor.
 ARRAY = "numpy.ndarray"
 GENERATOR = "generator"
+RANGE = "range"
 # Bytes of values that training has not changed: more of them are not kept in every checkpoint.
 MOST_BYTES = 2**20
 
@@ -96,7 +97,7 @@ def _tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
     """The tensors, arrays and lists among these values, as tensors."""
     found = {}
     for place, value in values.items():
-        inside = value.get(ARRAY) if isinstance(value, dict) else value
+        inside = value.get(ARRAY, value.get(RANGE)) if isinstance(value, dict) else value
         if isinstance(inside, (Tensor, list)):
             found[place] = torch.as_tensor(inside)
     return found
@@ -111,6 +112,8 @@ def _is_kept(sampler: Any, name: str, value: Any) -> bool:
         return value.layout == torch.strided
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biuf" and value.dtype.isnative
+    if type(value) is range:
+        return True
     return type(value) in NUMBERS or (type(value) is list and NUMBERS.issuperset(map(type, value)))
 
 
@@ -121,6 +124,8 @@ def _plain_copy(value: Any) -> Any:
         return {ARRAY: torch.from_numpy(value.copy())}
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
+    if type(value) is range:
+        return {RANGE: [value.start, value.stop, value.step]}
     return copy.copy(value)
 
 
@@ -130,7 +135,8 @@ def _is_filled(now: Any, saved: Any) -> bool:
         if isinstance(now, GENERATORS):
             restore(now, saved[GENERATOR])
         return True
-    array = saved[ARRAY].numpy() if isinstance(saved, dict) else None
+    is_array = isinstance(saved, dict) and ARRAY in saved
+    array = saved[ARRAY].numpy() if is_array else None
     if isinstance(now, np.ndarray) and array is not None:
         is_alike = now.shape == array.shape and now.dtype == array.dtype and now.flags.writeable
         if is_alike:
@@ -147,7 +153,7 @@ def _is_filled(now: Any, saved: Any) -> bool:
 def _made(now: Any, saved: Any) -> Any:
     """A value of the form of a saved one, on the device of the one that it takes the place of."""
     if isinstance(saved, dict):
-        return saved[ARRAY].numpy().copy()
+        return range(*saved[RANGE]) if RANGE in saved else saved[ARRAY].numpy().copy()
     if isinstance(saved, Tensor):
         return saved.to(now.device if isinstance(now, Tensor) else "cpu", copy=True)
     return copy.copy(saved)

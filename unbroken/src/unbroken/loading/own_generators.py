@@ -92,6 +92,16 @@ def state_of(generator: Any) -> Any:
     return _plain(generator.get_state(legacy=False))
 
 
+def can_be_restored(generator: Any, kind: str, state: Any) -> bool:
+    """Whether a generator is of the class of this name, and draws the same kind of bits."""
+    if type(generator).__name__ != kind:
+        return False
+    if isinstance(generator, np.random.Generator | np.random.BitGenerator):
+        now: Any = _bit_generator_of(generator).state
+        return isinstance(state, dict) and state.get("bit_generator") == now["bit_generator"]
+    return True
+
+
 @contextmanager
 def put_back(generators: Iterable[Any]) -> Iterator[None]:
     """Put generators back at the end of the block."""
@@ -128,11 +138,13 @@ def made_of(kind: str, state: Any) -> Any:
         made = random.Random()
     elif kind == "RandomState":
         made = np.random.RandomState()
-    else:
-        bits: Any = getattr(np.random, state.get("bit_generator", ""), None)
-        if bits is None:
+    elif isinstance(state, dict) and "bit_generator" in state:
+        bits: Any = getattr(np.random, str(state["bit_generator"]), None)
+        if not isinstance(bits, type) or not issubclass(bits, np.random.BitGenerator):
             return None
         made = bits() if kind == bits.__name__ else np.random.Generator(bits())
+    else:
+        return None
     restore(made, state)
     return made
 

@@ -6,9 +6,10 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-from unbroken.loading.own_generators import made_of, restore, state_of
+from unbroken.loading.own_generators import can_be_restored, made_of, restore, state_of
 from unbroken.parts.part import Part
 from unbroken.parts.users_objects import UsersObjects
+from unbroken.stopping.ranks import say
 
 
 class RandomGenerators(Part):
@@ -51,19 +52,23 @@ class OwnGenerators(Part):
         return {path: [type(each).__name__, state_of(each)] for path, each in found.items()}
 
     def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
-        """Put those back that are of the same kind, and make those that training has made."""
+        """Put those back that are of the same kind, and make the others that training has made."""
         held = self._objects.held
+        owners = held.owners | held.callbacks
         for path, (kind, state) in value.items():
-            if path in held.generators:
-                generator = held.generators[path]
-                if kind == type(generator).__name__:
-                    restore(generator, state)
+            generator = held.generators.get(path)
+            if generator is not None and can_be_restored(generator, kind, state):
+                restore(generator, state)
                 continue
             owner_path, _, attribute = path.rpartition(".")
-            owner = (held.owners | held.callbacks).get(owner_path)
+            if owner_path not in owners:
+                # It has not been made here, or is no attribute.
+                continue
             made = made_of(kind, state)
-            if owner is not None and made is not None and getattr(owner, attribute, None) is None:
-                setattr(owner, attribute, made)
+            if made is not None and getattr(owners[owner_path], attribute, None) is generator:
+                setattr(owners[owner_path], attribute, made)
+            elif trainer.is_global_zero:
+                say(f"the resume is not exact: {path} was a {kind}, which cannot be made here.")
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

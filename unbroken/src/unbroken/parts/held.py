@@ -40,7 +40,7 @@ from unbroken.holding import walk
 from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF_DATA
 from unbroken.holding.users_modules import LIBRARY
 from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
-from unbroken.loading import LiveLoader, position_of
+from unbroken.loading import ExactLoader, LiveLoader, position_of
 from unbroken.loading.order_of_sampler import kept_with_the_loader
 from unbroken.loading.own_generators import KINDS as GENERATORS
 from unbroken.loading.own_generators import draws_from_a_state, generators_of_modules
@@ -257,6 +257,7 @@ class _Look:
         self.optimizer_states = {id(each.state) for each in trainer.optimizers}
         self.read = _read_by(trainer)
         self.read_by_workers = _read_by_workers_that_stay(trainer)
+        self.samplers = _samplers_of_training(trainer)
         # Whoever makes a sampler may save what he puts into it.
         self.is_sampler_saved = any(map(saves_itself, (module, data)))
 
@@ -327,7 +328,7 @@ class _Look:
                     continue
                 self.seen[id(value)] = Place(path, value)
                 for attribute, each in walk.attributes_of(value):
-                    if id(each) in self.kept or attribute in kept_with_the_loader(value):
+                    if id(each) in self.kept or attribute in self._kept_with_loader(value):
                         continue
                     self._tell(f"{path}.{attribute}", each, Inside(told=told))
                     waiting.append((f"{path}.{attribute}", each))
@@ -482,8 +483,12 @@ class _Look:
             told=self._told_of_data(value) if is_read else NOTHING,
             keeps_states=inside.keeps_states and not is_read,
         )
-        left_out = kept_with_the_loader(value) if is_read else ()
+        left_out = self._kept_with_loader(value)
         return self._attributes(name, value, within, depth, left_out)
+
+    def _kept_with_loader(self, value: Any) -> list[str]:
+        """The attributes of a sampler of the training's that LoaderStates keeps."""
+        return kept_with_the_loader(value) if id(value) in self.samplers else []
 
     def _told_of_data(self, value: Any) -> Told:
         """What is told of a data set or a sampler that the Trainer reads."""
@@ -586,6 +591,13 @@ def _read_by(trainer: Trainer) -> set[int]:
     return found
 
 
+def _samplers_of_training(trainer: Trainer) -> set[int]:
+    """The samplers of the training's exact loaders, by id."""
+    loaders = [each for _, each in walk.loaders_in(trainer.train_dataloader)]
+    exact = [position_of(each) for each in loaders if isinstance(each, ExactLoader)]
+    return {id(sampler) for each in exact for sampler in samplers_within(each.source)}
+
+
 def _read_by_workers_that_stay(trainer: Trainer) -> set[int]:
     """The data sets of loaders whose workers outlive an epoch, with the data sets in them, by
     id.
@@ -665,8 +677,13 @@ def changeable_of_class(owner: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind in reversed(type(owner).__mro__):
         if is_users_own(kind):
-            found |= {name: each for name, each in vars(kind).items() if is_fillable(each)}
+            found |= {name: each for name, each in vars(kind).items() if is_changeable(each)}
     return {name: each for name, each in found.items() if not name.startswith("__")}
+
+
+def is_changeable(value: Any) -> bool:
+    """Whether training may change a value without putting another one in its place."""
+    return is_fillable(value) or isinstance(value, GENERATORS)
 
 
 def saves_itself(owner: Any) -> bool:

@@ -2,7 +2,7 @@
 out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from unbroken import lightning_internals
 from unbroken.lightning_internals import version_of
 from unbroken.parts.part import Part
+from unbroken.parts.plain_values import is_plain_tensor
 from unbroken.tensors.same_values import is_same
 from unbroken.tensors.written_into import is_written_into
 
@@ -52,14 +53,27 @@ class Gradients(Part):
             zeroed = {id(parameter) for group in groups for parameter in group["params"]}
         return {
             name: parameter.grad.cpu()
-            for name, parameter in module.named_parameters()
+            for name, parameter in weights_by_name(trainer).items()
             if parameter.grad is not None and id(parameter) not in zeroed
         }
 
     def give_back(self, trainer: Trainer, value: dict[str, Tensor]) -> None:
+        weights = weights_by_name(trainer)
         for name, gradient in value.items():
-            parameter = trainer.lightning_module.get_parameter(name)
-            parameter.grad = gradient.to(trainer.strategy.root_device)
+            if name in weights:
+                weights[name].grad = gradient.to(weights[name].device)
+
+
+def weights_by_name(trainer: Trainer) -> dict[str, Tensor]:
+    """The parameters of the module, and the weights that an optimizer alone has, by its number."""
+    weights: dict[str, Tensor] = dict(trainer.lightning_module.named_parameters())
+    known = set(map(id, weights.values()))
+    for number, optimizer in enumerate(trainer.optimizers):
+        there = [weight for group in optimizer.param_groups for weight in group["params"]]
+        for place, weight in enumerate(there):
+            if id(weight) not in known:
+                weights[f"optimizers.{number}.{place}"] = weight
+    return weights
 
 
 def is_inside_step(trainer: Trainer) -> bool:
@@ -176,6 +190,10 @@ class PlainBuffers(Part):
 
     def __init__(self) -> None:
         self.fresh: dict[str, Tensor | None] = {}
+        # The tensors that the buffers were as training began.
+        self._objects: dict[str, Tensor | None] = {}
+        # The names of those that training had filled, and not replaced, at the save.
+        self.filled: set[str] = set()
         self._persistent: set[str] = set()
         self._versions: dict[str, tuple[int, int]] = {}
         self._told: set[str] = set()
@@ -183,6 +201,7 @@ class PlainBuffers(Part):
     def begin(self, module: LightningModule) -> None:
         """Note the buffers as the module has made them."""
         left_out = plain_buffers(module)
+        self._objects = left_out
         self.fresh = {
             name: None if buffer is None else buffer.detach().cpu().clone()
             for name, buffer in left_out.items()
@@ -203,6 +222,11 @@ class PlainBuffers(Part):
             if name not in left_out and name not in self._persistent:
                 changed[name] = buffer.detach().cpu()
         return changed
+
+    def still_those_of_the_start(self, module: LightningModule) -> list[str]:
+        """The names of buffers that training has not put another tensor in the place of."""
+        now = plain_buffers(module)
+        return [name for name, buffer in now.items() if buffer is self._objects.get(name)]
 
     def left_out_by_users(
         self, module: LightningModule, weights: Mapping[str, Any]
@@ -243,7 +267,29 @@ class PlainBuffers(Part):
     def give_back(self, trainer: Trainer, value: dict[str, Tensor | None]) -> None:
         # The module has got these from the checkpoint alone, before it was begun with.
         self._persistent -= value.keys()
-        give_plain_buffers(trainer.lightning_module, value)
+        give_plain_buffers(trainer.lightning_module, value, self.filled)
+
+
+class FilledBuffers(Part):
+    """Which of the buffers that are not persistent are still the tensors of the start. These are
+    filled at a resume, because others may share their memory; those that training has replaced are
+    replaced.
+
+    Args:
+        buffers: The buffers, which are given back after this part.
+    """
+
+    name = "filled_buffers"
+    is_read_after_training = True
+
+    def __init__(self, buffers: PlainBuffers) -> None:
+        self._buffers = buffers
+
+    def take(self, trainer: Trainer) -> list[str]:
+        return self._buffers.still_those_of_the_start(trainer.lightning_module)
+
+    def give_back(self, trainer: Trainer, value: list[str]) -> None:
+        self._buffers.filled = set(value)
 
 
 def saves_its_own_way(module: LightningModule) -> bool:
@@ -273,21 +319,26 @@ def plain_buffers(module: nn.Module) -> dict[str, Tensor | None]:
 
 def can_be_kept(buffer: Any) -> bool:
     """Whether a checkpoint can hold a buffer: a dense or sparse tensor that has its size."""
-    if not isinstance(buffer, Tensor) or is_lazy(buffer):
+    if not isinstance(buffer, Tensor) or is_lazy(buffer) or not is_plain_tensor(buffer):
         return False
     return buffer.layout == torch.strided or buffer.layout in SPARSE
 
 
-def give_plain_buffers(module: nn.Module, values: Mapping[str, Tensor | None]) -> None:
-    """Put buffers back into a module that has them, or whose training makes or fills them."""
+def give_plain_buffers(
+    module: nn.Module, values: Mapping[str, Tensor | None], filled: Collection[str] = ()
+) -> None:
+    """Put buffers back into a module that has them, or whose training makes or fills them. Those
+    that are ``filled`` stay the tensors that they are.
+    """
     parts = dict(module.named_modules())
-    there = dict(module.named_buffers())
+    there = dict(module.named_buffers(remove_duplicate=False))
     for name, value in values.items():
         path, _, attribute = name.rpartition(".")
         if path not in parts:
             continue
         if name in there:
-            if value is None or not is_written_into(there[name], value):
+            is_filled = name in filled and value is not None and is_written_into(there[name], value)
+            if not is_filled:
                 copy = None if value is None else value.to(there[name].device, copy=True)
                 setattr(parts[path], attribute, copy)
         elif value is not None:

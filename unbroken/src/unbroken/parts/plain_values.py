@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from unbroken.holding.bounds import LARGEST_ARRAY_BYTES, MOST_TEXTS
 from unbroken.holding.users_modules import is_users_module
-from unbroken.tensors.same_values import is_same
+from unbroken.tensors.same_values import is_ordinary, is_same
 
 # A tensor that was on the accelerator
 ON_ACCELERATOR = "torch.Tensor.on_accelerator"
@@ -47,6 +47,8 @@ DATACLASS = "dataclass"
 # Stands for an attribute that training has deleted.
 DELETED = "deleted"
 
+# So deep lists and dictionaries may lie in each other. One may hold itself.
+DEEPEST_PLAIN = 50
 # Those of Python's own that a checkpoint holds as they are.
 NUMBERS_AND_TEXTS = (bool, int, float, complex, str, bytes)
 SINGLE = (*NUMBERS_AND_TEXTS, torch.dtype, torch.device, torch.Size)
@@ -122,23 +124,40 @@ def is_single(value: Any) -> bool:
     return type(value) in SINGLE or type(value) in KINDS
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: Any, depth: int = DEEPEST_PLAIN) -> bool:
     """Whether a value is None, single, a tensor, an array, or a list, set, queue, dictionary, named
-    tuple or dataclass of them.
+    tuple or dataclass of them, no deeper than so many in each other.
     """
     if value is None or is_single(value):
         return True
     if isinstance(value, Tensor):
-        return not isinstance(value, nn.Parameter) and not value.is_meta
+        return is_plain_tensor(value)
     if type(value) is np.ndarray:
         return is_kept_by_torch(value.dtype) and value.nbytes <= LARGEST_ARRAY_BYTES
     inside = values_inside(value)
-    if inside is None:
+    if inside is None or depth == 0:
         return False
     # Python gathers the classes of a long list many times faster than it calls a function for each
     # entry.
     kinds = set(map(type, inside))
-    return kinds <= ALWAYS_PLAIN or all(is_plain(each) for each in inside)
+    if Tensor in kinds and not all(map(is_plain_tensor, filter(is_tensor, inside))):
+        return False
+    return kinds <= ALWAYS_PLAIN or all(is_plain(each, depth - 1) for each in inside)
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether a value is a tensor and no subclass of one."""
+    return type(value) is Tensor
+
+
+def is_plain_tensor(value: Tensor) -> bool:
+    """Whether a checkpoint can hold a tensor: a dense or sparse one with numbers of its own. What
+    is detached from one of a subclass may be of the subclass again.
+    """
+    is_weight = isinstance(value, nn.Parameter)
+    if is_weight or value.is_meta or not is_ordinary(value) or value.layout is torch.jagged:
+        return False
+    return type(value) is Tensor or type(value.detach()) is Tensor
 
 
 def values_inside(value: Any) -> Collection[Any] | None:
@@ -357,6 +376,6 @@ def is_same_to_the_bit(one: Tensor, other: Tensor) -> bool:
     if one.layout != torch.strided or one.is_complex() or one.dim() == 0:
         return is_same(one, other)
     words = WORDS.get(one.element_size())
-    if words is None or one.numel() < FEWEST_AS_WORDS:
+    if words is None or one.numel() < FEWEST_AS_WORDS or one.is_neg() or other.is_neg():
         return is_same(one, other)
     return torch.equal(one.view(words), other.view(words))

@@ -38,6 +38,8 @@ SEAL_OF_ALL = "all:"
 WITH_LENGTH = re.compile(rb"seal:([0-9]{1,15}):([0-9a-f]{64}):")
 WITHOUT_LENGTH = re.compile(rb"seal(?:q.|r....)X(?:D\0\0\0all:|@\0\0\0)[0-9a-f]{64}", re.DOTALL)
 # A pickle has fewer steps than four times the letters of the text that is sealed.
+# Python writes no longer whole numbers in decimals.
+MOST_BITS_IN_DECIMAL = 10_000
 STEPS_OF_LETTER = 4
 # As many steps has a file that an older version may have sealed.
 MOST_STEPS_BEFORE = 1_000_000
@@ -275,4 +277,7 @@ def outline(checkpoint: dict[str, Any]) -> str:
     plain: list[Any] = []
     for _, leaf in leaves(parts, with_places=False):
         plain.append((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf)
+        if type(leaf) is int and leaf.bit_length() > MOST_BITS_IN_DECIMAL:
+            # Python refuses to write it in decimal numbers.
+            plain[-1] = hex(leaf)
     return hashlib.sha256(repr(plain).encode()).hexdigest()

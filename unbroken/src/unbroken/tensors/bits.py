@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from unbroken.tensors.same_values import AS_WHOLE_NUMBERS, tensors_inside
+from unbroken.tensors.same_values import AS_WHOLE_NUMBERS, is_ordinary, tensors_inside
 
 WORD_BYTES = 8
 # Words that are summed up at once. Their multipliers take 1 MiB.
@@ -102,7 +102,7 @@ def _dense(tensor: Tensor) -> Sequence[Tensor]:
         return [dense for part in parts if isinstance(part, Tensor) for dense in _dense(part)]
     if is_lazy(tensor):
         return ()
-    if tensor.layout != torch.strided:
+    if tensor.layout != torch.strided or not is_ordinary(tensor):
         return tensors_inside(tensor.detach())
     return (tensor,)
 

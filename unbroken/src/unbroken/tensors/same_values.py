@@ -46,7 +46,15 @@ def is_same(a: Any, b: Any) -> bool:
     return bool(a == b) or (a != a and b != b)
 
 
+def is_ordinary(tensor: Tensor) -> bool:
+    """Whether a tensor has its own numbers: not a quantized or nested one, or one of MKL-DNN."""
+    return not (tensor.is_quantized or tensor.is_nested or tensor.is_mkldnn)
+
+
 def _is_same_tensor(a: Tensor, b: Tensor) -> bool:
+    if not is_ordinary(a) or not is_ordinary(b):
+        parts = tensors_inside(a), tensors_inside(b)
+        return len(parts[0]) == len(parts[1]) and all(map(_is_same_tensor, *parts))
     if a.shape != b.shape or a.dtype != b.dtype or a.layout != b.layout:
         return False
     if a.layout != torch.strided:
@@ -64,7 +72,13 @@ def _have_same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def tensors_inside(sparse: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that a sparse one consists of. Made dense, it might fit no memory."""
+    """The dense tensors that a sparse one, or one that is not ordinary, consists of. Made dense, a
+    sparse one might fit no memory.
+    """
+    if sparse.is_quantized:
+        return (sparse.int_repr(),)
+    if sparse.is_nested:
+        return tuple(sparse.unbind())
     if sparse.layout == torch.sparse_coo:
         whole = sparse.coalesce()
         return whole.indices(), whole.values()

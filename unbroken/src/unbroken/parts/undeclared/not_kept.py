@@ -8,12 +8,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from unbroken.holding.bounds import LAST_ENTRIES, MOST_BYTES_COMPARED
 from unbroken.holding.walk import ROWS, entries_of
 from unbroken.lightning_internals import version_of
 from unbroken.parts.held import OF_MODULES, Held, Identity, Length, Unkept, is_iterator
-from unbroken.parts.plain_values import copied, is_single
+from unbroken.parts.plain_values import copied, is_plain_tensor, is_single
 from unbroken.tensors.same_values import is_same
 
 # Python's clocks, and what they said when this process began.
@@ -191,6 +192,8 @@ def evidence_of(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic):
         return (value.shape, str(value.dtype), some_bytes_of(np.asarray(value)))
     if isinstance(value, Tensor):
+        if not is_plain_tensor(value) or value.layout != torch.strided:
+            return (id(value), value._version)
         is_read = value.device.type == "cpu" and value.numel() <= MOST_BYTES_COMPARED
         if is_read and value.dtype.is_floating_point:
             return (value.shape, value.dtype, some_bytes_of(value.detach().double().numpy()))
