@@ -45,15 +45,17 @@ class Gradients(Part):
         are_zeroed = module.automatic_optimization and not is_overridden(
             "optimizer_zero_grad", module
         )
-        # Nobody knows where the steps of manual optimization end, or what the module zeroes. So all
-        # gradients are kept there.
-        zeroed: set[int] = set()
-        if are_zeroed and not is_inside_step(trainer):
+        if not are_zeroed or is_inside_step(trainer):
+            # Nobody knows where the steps of manual optimization end, or what the module zeroes.
+            weights = weights_by_name(trainer)
+            zeroed: set[int] = set()
+        else:
+            weights = dict(module.named_parameters())
             groups = [group for each in trainer.optimizers for group in each.param_groups]
             zeroed = {id(parameter) for group in groups for parameter in group["params"]}
         return {
             name: parameter.grad.cpu()
-            for name, parameter in weights_by_name(trainer).items()
+            for name, parameter in weights.items()
             if parameter.grad is not None and id(parameter) not in zeroed
         }
 
@@ -190,8 +192,8 @@ class PlainBuffers(Part):
 
     def __init__(self) -> None:
         self.fresh: dict[str, Tensor | None] = {}
-        # The tensors that the buffers were as training began.
-        self._objects: dict[str, Tensor | None] = {}
+        # Of each buffer as training began: its layer, its attribute and its tensor.
+        self._places: dict[str, tuple[nn.Module, str, Tensor | None]] = {}
         # The names of those that training had filled, and not replaced, at the save.
         self.filled: set[str] = set()
         self._persistent: set[str] = set()
@@ -201,7 +203,11 @@ class PlainBuffers(Part):
     def begin(self, module: LightningModule) -> None:
         """Note the buffers as the module has made them."""
         left_out = plain_buffers(module)
-        self._objects = left_out
+        self._places = {}
+        parts = dict(module.named_modules())
+        for name, buffer in left_out.items():
+            path, _, attribute = name.rpartition(".")
+            self._places[name] = (parts[path], attribute, buffer)
         self.fresh = {
             name: None if buffer is None else buffer.detach().cpu().clone()
             for name, buffer in left_out.items()
@@ -223,10 +229,13 @@ class PlainBuffers(Part):
                 changed[name] = buffer.detach().cpu()
         return changed
 
-    def still_those_of_the_start(self, module: LightningModule) -> list[str]:
+    def still_those_of_the_start(self) -> list[str]:
         """The names of buffers that training has not put another tensor in the place of."""
-        now = plain_buffers(module)
-        return [name for name, buffer in now.items() if buffer is self._objects.get(name)]
+        return [
+            name
+            for name, (part, attribute, buffer) in self._places.items()
+            if getattr(part, attribute, None) is buffer
+        ]
 
     def left_out_by_users(
         self, module: LightningModule, weights: Mapping[str, Any]
@@ -286,7 +295,7 @@ class FilledBuffers(Part):
         self._buffers = buffers
 
     def take(self, trainer: Trainer) -> list[str]:
-        return self._buffers.still_those_of_the_start(trainer.lightning_module)
+        return self._buffers.still_those_of_the_start()
 
     def give_back(self, trainer: Trainer, value: list[str]) -> None:
         self._buffers.filled = set(value)
