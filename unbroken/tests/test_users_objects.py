@@ -594,6 +594,11 @@ def test_a_communication_hook_with_a_state_is_told() -> None:
     assert "communication hook" in line
 
 
+def nightly(value: Any) -> Any:
+    """A value of a test that is tried at night alone."""
+    return pytest.param(value, marks=pytest.mark.nightly)
+
+
 class Killed(Exception):
     """Ends a run in the middle of an epoch."""
 
@@ -1246,7 +1251,7 @@ class MiningByEpochs(Mining):
         sampler.weights = sampler.weights * torch.arange(1.0, 9.0)
 
 
-@pytest.mark.parametrize("killed_at", [2, 4, 6, 9, 11])
+@pytest.mark.parametrize("killed_at", [2, 6, *map(nightly, (4, 9, 11))])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -1493,7 +1498,7 @@ class ClipsAll(Plain):
         nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("killed_at", [3, 6, 18])
+@pytest.mark.parametrize("killed_at", [18, *map(nightly, (3, 6))])
 @pytest.mark.parametrize(
     "kind",
     [
@@ -1522,7 +1527,7 @@ def test_what_training_makes_shares_or_changes_comes_back(
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize("killed_at", [3, 6, 14])
+@pytest.mark.parametrize("killed_at", [6, *map(nightly, (3, 14))])
 @pytest.mark.parametrize("kind", [LooksAtBatches, Slides])
 def test_a_pass_begins_once_whoever_looks_at_its_batches_and_ranges_are_kept(
     kind: type[Mining], killed_at: int, tmp_path: Path

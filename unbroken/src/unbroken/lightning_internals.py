@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 from unbroken.errors import UserError
-from unbroken.tensors.same_values import is_same
+from unbroken.tensors.same_values import is_ordinary, is_same
 from unbroken.tensors.unsized import CANNOT_BE_AVERAGED, has_lazy_layers
 
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
@@ -631,8 +631,9 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
     Buys a look whether a validation changes weights, without a copy of them. Public way missing: a
     tensor tells its version under this name alone.
     """
-    # A sparse tensor has no memory of its own.
-    place = tensor.data_ptr() if tensor.layout == torch.strided else id(tensor)
+    # A sparse or nested tensor has no memory of its own.
+    is_dense = tensor.layout == torch.strided and is_ordinary(tensor)
+    place = tensor.data_ptr() if is_dense else id(tensor)
     return place, tensor._version
 
 

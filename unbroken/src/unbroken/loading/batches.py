@@ -97,6 +97,8 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
             self._dealt = equally_many(self._drawn(batches, None, self._epoch_seed()), world_size)
         # By what the sampler gives its order, as the user has made it.
         self._as_made = order_of(self.source)
+        # The epoch of the pass whose begin is noted.
+        self._epoch_of_states: int | None = None
         # The order of the pass that a run resumes in, until it is read.
         self._order_to_resume: Any = None
         # Of the pass that was begun last, or is begun again. None: there was none.
@@ -319,6 +321,7 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
             earlier_passes = self.states if self.batches_before else {}
             self.states = {**earlier_passes, self.batches_before: state}
             self._samples_of_pass = len(order)
+            self._epoch_of_states = self.start.epoch
         if begun is not None and not self._is_same(self.state(), self._state_at_save):
             self._load(self._state_at_save)
         return order
@@ -327,7 +330,7 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         """Whether the pass that begins is the Trainer's, and not one by which the user's code looks
         at some batches inside an epoch.
         """
-        if self.batches_now is None or self.cycles or not self.states:
+        if self.batches_now is None or self.cycles or self._epoch_of_states != self.start.epoch:
             return True
         return self.batches_now() == 0
 

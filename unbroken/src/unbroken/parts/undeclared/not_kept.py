@@ -193,7 +193,7 @@ def evidence_of(value: Any) -> Any:
         return (value.shape, str(value.dtype), some_bytes_of(np.asarray(value)))
     if isinstance(value, Tensor):
         if not is_plain_tensor(value) or value.layout != torch.strided:
-            return (id(value), value._version)
+            return version_of(value)
         is_read = value.device.type == "cpu" and value.numel() <= MOST_BYTES_COMPARED
         if is_read and value.dtype.is_floating_point:
             return (value.shape, value.dtype, some_bytes_of(value.detach().double().numpy()))
