@@ -46,10 +46,23 @@ def generators_in(holder: Any) -> dict[str, Any]:
 def generators_of_modules() -> dict[str, Any]:
     """Every generator in a global variable of the user's own modules, his script among them."""
     found: dict[str, Any] = {}
+    # Each global variable is asked at each save: whether a class is in a set is told soonest.
+    kinds = classes_of_generators()
     for name in sorted(filter(is_users_module, list(sys.modules))):
         for variable, value in list(vars(sys.modules[name]).items()):
-            if isinstance(value, KINDS) and draws_from_a_state(value):
+            if type(value) in kinds and draws_from_a_state(value):
                 found[f"{name}.{variable}"] = value
+    return found
+
+
+def classes_of_generators() -> set[type]:
+    """All classes of generators that there are now."""
+    found: set[type] = set()
+    waiting: list[Any] = list(KINDS)
+    while waiting:
+        kind = waiting.pop()
+        found.add(kind)
+        waiting += kind.__subclasses__()
     return found
 
 
