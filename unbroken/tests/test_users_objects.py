@@ -670,6 +670,16 @@ def trained(folder: Path, module: Any, *others: Callback, **options: Any) -> Any
     return module
 
 
+def with_and_without_a_kill(
+    make: Any, killed_at: int, folder: Path, **options: Any
+) -> tuple[Any, Any]:
+    """A module that was trained undisturbed, and one whose run was killed and resumed."""
+    undisturbed = trained(folder / "undisturbed", make(), **options)
+    with pytest.raises(Killed):
+        trained(folder / "killed", make(killed_at), **options)
+    return undisturbed, trained(folder / "killed", make(), **options)
+
+
 @pytest.mark.parametrize("killed_at", [2, 4, 9])
 def test_a_schedule_in_a_schedule_and_loaders_that_follow_attributes_resume_exactly(
     killed_at: int, tmp_path: Path
@@ -1141,10 +1151,9 @@ class MiningBesideAStream(Mining):
 @pytest.mark.parametrize("killed_at", [2, 6, 9])
 def test_an_order_beside_a_stream_is_drawn_once(killed_at: int, tmp_path: Path) -> None:
     options = {"reload_dataloaders_every_n_epochs": 0, "max_epochs": 4}
-    undisturbed = trained(tmp_path / "undisturbed", MiningBesideAStream(), **options)
-    with pytest.raises(Killed):
-        trained(tmp_path / "killed", MiningBesideAStream(killed_at), **options)
-    resumed = trained(tmp_path / "killed", MiningBesideAStream(), **options)
+    undisturbed, resumed = with_and_without_a_kill(
+        MiningBesideAStream, killed_at, tmp_path, **options
+    )
     assert torch.equal(resumed.net.weight, undisturbed.net.weight)
 
 
@@ -1519,10 +1528,7 @@ class ClipsAll(Plain):
 def test_what_training_makes_shares_or_changes_comes_back(
     kind: type[Plain], killed_at: int, tmp_path: Path
 ) -> None:
-    undisturbed = trained(tmp_path / "undisturbed", kind(), max_epochs=6)
-    with pytest.raises(Killed):
-        trained(tmp_path / "killed", kind(killed_at), max_epochs=6)
-    resumed = trained(tmp_path / "killed", kind(), max_epochs=6)
+    undisturbed, resumed = with_and_without_a_kill(kind, killed_at, tmp_path, max_epochs=6)
     for mine, theirs in zip(resumed.parameters(), undisturbed.parameters(), strict=True):
         assert torch.equal(mine, theirs)
 
@@ -1533,10 +1539,7 @@ def test_a_pass_begins_once_whoever_looks_at_its_batches_and_ranges_are_kept(
     kind: type[Mining], killed_at: int, tmp_path: Path
 ) -> None:
     options = {"max_epochs": 8, "reload_dataloaders_every_n_epochs": 0}
-    undisturbed = trained(tmp_path / "undisturbed", kind(), **options)
-    with pytest.raises(Killed):
-        trained(tmp_path / "killed", kind(killed_at), **options)
-    resumed = trained(tmp_path / "killed", kind(), **options)
+    undisturbed, resumed = with_and_without_a_kill(kind, killed_at, tmp_path, **options)
     assert torch.equal(resumed.net.weight, undisturbed.net.weight)
 
 

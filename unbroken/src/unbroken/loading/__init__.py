@@ -30,9 +30,8 @@ How a resume in the middle of an epoch is exact:
    A loader or sampler with a generator of its own has a seed from that one (``seeds_of``). All are
    kept in every checkpoint.
 5. A checkpoint holds, for each loader, what :meth:`LoaderPosition.state_to_start_after` returns
-   (position.py); for most plain ones that is nothing. The epoch, and how many of its batches are
-   done, are in Lightning's own counters. A resumed run makes a :class:`DataStart` of both
-   (``Resume.of`` in checkpoint/resume.py).
+   (position.py). The epoch, and how many of its batches are done, are in Lightning's own counters.
+   A resumed run makes a :class:`DataStart` of both (``Resume.of`` in checkpoint/resume.py).
 6. :meth:`RunLoaders.begin` puts the loaders there when the hooks of the training's start are done.
    Lightning has called ``iter(loader)`` by then, and nothing was read: ``ExactLoader.__iter__`` is
    a generator, which looks where to start when its first batch is asked for.

@@ -95,8 +95,9 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         if is_shared and self.source is loader.batch_sampler:
             batches: Any = self.source
             self._dealt = equally_many(self._drawn(batches, None, self._epoch_seed()), world_size)
-        # By what the sampler gives its order, as the user has made it.
-        self._as_made = order_of(self.source)
+        # By what the sampler of a training gives its order, as the user has made it.
+        self._as_made = order_of(self.source) if training else {}
+        self._digests_as_made = digests_of(self._as_made)
         # The epoch of the pass whose begin is noted.
         self._epoch_of_states: int | None = None
         # The order of the pass that a run resumes in, until it is read.
@@ -132,7 +133,7 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         """
         place, begun = super().state_to_start_after(batches, epoch_ends)
         now = self.state()
-        state: dict[str, Any] = {"now": now, "made": digests_of(self._as_made)}
+        state: dict[str, Any] = {"now": now, "made": self._digests_as_made}
         if not epoch_ends:
             state["samples"] = self._samples_of_pass
         if not epoch_ends and begun is not None and not self._is_same(begun, now):
@@ -165,12 +166,12 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         validation then reads what was trained on.
         """
         name = type(self.source).__name__
-        made = digests_of(self._as_made)
         for place, digest in state.get("made", {}).items():
-            if made.get(place, digest) != digest and "now" not in state:
+            if self._digests_as_made.get(place, digest) == digest:
+                continue
+            if "now" not in state:
                 return f"{name} has other {place.rpartition('.')[2]} than at the save"
-            is_other_split = made.get(place, digest) != digest and place.endswith(".indices")
-            if is_other_split and not is_made_for_each_epoch:
+            if place.endswith(".indices") and not is_made_for_each_epoch:
                 return (
                     f"{name} was made with other indices than before the save (it has those of the"
                     " save again, but a validation with the others reads what was trained on: give"
@@ -365,10 +366,7 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
             states = [generator.get_state() for generator in generators]
             for generator in generators:
                 generator.manual_seed(epoch_seed)
-            # Entries of a tensor of indices would change with it.
-            order = [
-                each.clone() if isinstance(each, Tensor) else each for each in islice(source, most)
-            ]
+            order = list(map(value_of, islice(source, most)))
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
         return order
@@ -415,6 +413,11 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
             batches = min(batches, samples // self.parts)
         batches = max(1, batches)
         return [samples * number // batches for number in range(batches + 1)]
+
+
+def value_of(entry: Any) -> Any:
+    """An entry of an order. One of a tensor of indices would change with that tensor."""
+    return entry.clone() if isinstance(entry, Tensor) else entry
 
 
 def repeated(order: Any, length: int) -> Any:

@@ -71,13 +71,15 @@ def give_order(source: Any, values: dict[str, Any]) -> None:
 
 
 def is_same_order(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two orders were decided by the same values. A list of numbers, which may be long, is
-    compared at once.
-    """
-    if one.keys() != other.keys():
-        return False
-    pairs = [(one[place], other[place]) for place in one]
-    return all(a == b if type(a) is type(b) is list else is_same(a, b) for a, b in pairs)
+    """Whether two orders were decided by the same values."""
+    return one.keys() == other.keys() and all(_is_same(one[place], other[place]) for place in one)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if type(one) is type(other) is list:
+        # Of numbers, and it may be long: it is compared at once.
+        return bool(one == other)
+    return is_same(one, other)
 
 
 def is_long(values: dict[str, Any]) -> bool:

@@ -194,7 +194,9 @@ class RunLoaders:
         """Draw the orders of the passes that a run resumes in, unless they were drawn as a loader
         was read early.
         """
-        for position in () if self.read_early else self.positions:
+        if self.read_early:
+            return
+        for position in self.positions:
             told = position.draw_again()
             if told is not None:
                 self.lines.append(f"{told}: the resume is not exact.")

@@ -37,9 +37,9 @@ SEAL_OF_ALL = "all:"
 # known length.
 WITH_LENGTH = re.compile(rb"seal:([0-9]{1,15}):([0-9a-f]{64}):")
 WITHOUT_LENGTH = re.compile(rb"seal(?:q.|r....)X(?:D\0\0\0all:|@\0\0\0)[0-9a-f]{64}", re.DOTALL)
-# A pickle has fewer steps than four times the letters of the text that is sealed.
 # Python writes no longer whole numbers in decimals.
 MOST_BITS_IN_DECIMAL = 10_000
+# A pickle has fewer steps than four times the letters of the text that is sealed.
 STEPS_OF_LETTER = 4
 # As many steps has a file that an older version may have sealed.
 MOST_STEPS_BEFORE = 1_000_000
