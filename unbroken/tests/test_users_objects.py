@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -1250,6 +1250,65 @@ class ByItsOwnGenerator(Counted):
         return DrawsItself()
 
 
+class DrawsOfTorch(Sampler[int]):
+    """Has a generator of torch's, by a name that is not that of torch's own samplers."""
+
+    def __init__(self) -> None:
+        self.draw = torch.Generator().manual_seed(0)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(8, generator=self.draw).tolist())
+
+
+class DrawsAsItsEpochIsSet(DrawsOfTorch):
+    """Lightning calls ``set_epoch`` once more in a resumed run."""
+
+    order: Sequence[int] = ()
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = torch.randperm(8, generator=self.draw).tolist()
+
+
+class SavesWhatItDraws(DrawsAsItsEpochIsSet):
+    def state_dict(self) -> dict[str, Any]:
+        return {"draw": self.draw.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.draw.set_state(state["draw"])
+
+
+class ByAGeneratorOfTorch(Counted):
+    def made_sampler(self) -> Any:
+        return DrawsOfTorch()
+
+
+class ByTheEpochThatIsSet(Counted):
+    def made_sampler(self) -> Any:
+        return DrawsAsItsEpochIsSet()
+
+
+class ByTheStateOfADraw(Counted):
+    def made_sampler(self) -> Any:
+        return SavesWhatItDraws()
+
+
+class WithTheModulesGenerator(Counted):
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.draw = torch.Generator().manual_seed(1)
+
+    def made_sampler(self) -> Any:
+        sampler = DrawsAsItsEpochIsSet()
+        sampler.draw = self.draw
+        return sampler
+
+
 class MiningByEpochs(Mining):
     """Replaces the weights as an epoch ends."""
 
@@ -1276,6 +1335,10 @@ class MiningByEpochs(Mining):
         ReadOnly,
         Counted,
         ByItsOwnGenerator,
+        ByAGeneratorOfTorch,
+        ByTheEpochThatIsSet,
+        ByTheStateOfADraw,
+        WithTheModulesGenerator,
         MiningByEpochs,
     ],
 )

@@ -116,7 +116,7 @@ class Hooks(Callback):
         if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined]
             # Lightning forgets them, too, but after the save below, which holds these counts.
             engine.restoring.forget_validated_batches(trainer)
-        engine.restoring.give_generators_again(trainer)
+        engine.restoring.undo_set_epoch(trainer)
         # Before the first epoch there is nothing to save.
         if trainer.current_epoch > 0 and not engine.restoring.is_before_first_batch:
             if engine.loading.loaded_at == trainer.current_epoch:

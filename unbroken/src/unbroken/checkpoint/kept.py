@@ -59,8 +59,7 @@ class KeptParts:
 
     Args:
         loading: Reads the loaders of this training.
-        followed: The metric that is followed; its value in a checkpoint is whether validations log
-            it.
+        followed: The metric that is followed. A checkpoint holds of it whether validations log it.
         further: The user's own parts.
         undeclared: Whether state is kept that nobody has declared.
     """
@@ -80,7 +79,7 @@ class KeptParts:
         self.buffers = PlainBuffers()
         self.settings = TrainerSettings()
         self.objects = UsersObjects(undeclared)
-        self._generators: list[Part] = [OwnGenerators(self.objects), RandomGenerators()]
+        self.generators: list[Part] = [OwnGenerators(self.objects), RandomGenerators()]
         self.was_validated = WasValidated()
         self._loading = loading
         self._positions = LoaderStates(loading)
@@ -120,7 +119,7 @@ class KeptParts:
             *further,
             # The generators come last of those in memory: to give back another part may draw a
             # random number.
-            *self._generators,
+            *self.generators,
         ]
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
@@ -141,15 +140,17 @@ class KeptParts:
         return snapshot
 
     def _add(self, snapshot: Snapshot, trainer: Trainer, parts: Sequence[Part]) -> None:
-        """Take parts, those of the generators last: they have been put back by then."""
+        """Take parts, those of the generators last: :meth:`without_a_trace` has put them back by
+        then, whatever the other parts have drawn.
+        """
         with self.without_a_trace(trainer):
-            snapshot.add(trainer, [part for part in parts if part not in self._generators])
-        snapshot.add(trainer, [part for part in parts if part in self._generators])
+            snapshot.add(trainer, [part for part in parts if part not in self.generators])
+        snapshot.add(trainer, [part for part in parts if part in self.generators])
 
     @contextmanager
     def without_a_trace(self, trainer: Trainer) -> Iterator[None]:
-        """Inside, the user's code may be asked for states, and a run that is saved less often, or
-        is resumed, draws the same random numbers and reads the same batches.
+        """Inside, the user's code may be asked for states without a trace in the training: it draws
+        the same random numbers, and reads the same batches, as if it had not been asked.
 
         Random numbers that are drawn are put back. Lightning asks no loader for its state: some
         begin an iteration as they are asked, and the engine keeps the states of its own.
@@ -163,7 +164,9 @@ class KeptParts:
             restore_random_state(before, device)
 
     def take_before_validation(self, trainer: Trainer) -> Snapshot:
-        """What the validation that begins may change."""
+        """What the validation that begins may change. If the run is stopped inside it,
+        :meth:`add_unchanged` takes the other parts.
+        """
         self._note_whether_epoch_is_over(trainer, "validation")
         snapshot = Snapshot("validation")
         self._add(snapshot, trainer, [part for part in self.all if part.changes_in_validation])
@@ -174,7 +177,7 @@ class KeptParts:
     def return_objects_to(self, trainer: Trainer, snapshot: Snapshot) -> None:
         """Let what the user's objects hold be as it was at a snapshot."""
         self.objects.return_to(trainer, snapshot.mine[self.objects.name])
-        for part in self._generators:
+        for part in self.generators:
             part.give_back(trainer, snapshot.mine[part.name])
 
     def add_unchanged(self, trainer: Trainer, snapshot: Snapshot) -> None:

@@ -2,63 +2,80 @@
 
 In the order in which it happens:
 
-1. Lightning has read the checkpoint, and calls :meth:`Restoring.read`. It notes where the loaders
+a. Lightning has read the checkpoint, and calls :meth:`Restoring.read`. It notes where the loaders
    start (``DataStart``), because most of them are made after this, and ask for it.
-2. The user's start-up hooks act, as in a new run. Before they do, what they may change is noted
-   (:meth:`Restoring.fit_starts`, :meth:`Restoring.training_starts`).
-3. All these hooks are done. If the run resumes inside an epoch, :meth:`Restoring.restore` calls
-   ``on_train_epoch_start``, which Lightning leaves out there. It then puts the loaders where
-   training starts, undoes what the hooks have changed, and gives every part back.
-4. Lightning tells the loaders' samplers the epoch, and they may draw. So the generators are given
-   back once more before the epoch's batches are read (:meth:`Restoring.give_generators_again`); the
-   saved states include what was drawn then. After the first batch nothing is left to give back
+b. The user's start-up hooks act, as in a new run. Our callback is in front of all others: before
+   the first of them acts, it notes what they may change (:meth:`Restoring.fit_starts`,
+   :meth:`Restoring.training_starts`).
+c. The last of these hooks is done (a seam behind ``on_train_start``, in seams.py). If the run
+   resumes inside an epoch, :meth:`Restoring.restore` calls ``on_train_epoch_start``, which
+   Lightning leaves out there. It then puts the loaders where training starts, undoes what the
+   hooks have changed, and gives every part back.
+d. Lightning calls the samplers' ``set_epoch``, in which they may draw. So generators and samplers
+   are given back once more (:meth:`Restoring.undo_set_epoch`): inside an epoch when its loop
+   begins, before a batch is asked for; else in front of the user's ``on_train_epoch_start``. The
+   checkpoint was saved after that call. After the first batch nothing is left to give back
    (:meth:`Restoring.batch_ends`).
 
-Why a run that was killed inside an epoch, and is resumed, ends as the one that was not. Each step
-names what makes it true, and on what condition. Of the epoch, k batches were done at the save:
+A run that is killed inside an epoch and resumed ends with the same bits as one that is not, if
+
+- the operations give the same bits when they are computed again: on a GPU that needs
+  ``--deterministic true``; the machine, the versions of torch and CUDA, the number of threads and
+  of ranks are the same;
+- a sample is a function of its key, the epoch, and the random numbers drawn for it;
+- the order of a sampler of one's own follows from torch's, NumPy's or Python's global generators,
+  from generators in its attributes, from ``set_epoch`` or from its ``state_dict``;
+- whatever else changes in training lies where the walk over the user's objects finds it (step 6);
+- ``configure_optimizers`` changes no weights, and ``training_step`` reads no gradients of the step
+  before;
+- nothing is used that checkpoint/not_exact.py or docs/how_it_works.md names, such as DDP on three
+  or more ranks, which adds gradients up in another order in its first step.
+
+What of this can be seen from outside is looked for, and a line tells it at the start or the resume.
+
+Why that is so, step by step. Of the epoch, k batches were done at the save:
 
 1. The run resumes from its last save, and not from where it was killed. The steps between them are
-   computed again. They give the same bits if the operations do: on a GPU add ``--deterministic
-   true``, and leave the number of threads and ranks as it was (other ones are told).
-   checkpoint/not_exact.py and the table in docs/how_it_works.md name what cannot be exact.
-2. A save comes between two batches (``Hooks._before_batch``; saving.py, item 2). The last batch is
-   done with its logging and its validation. Batch k has been fetched (which is no matter: see 5),
-   and no hook of it was called. Gradients that the next step still uses are a part (``Gradients``):
-   those of a step that is not complete, and of weights that no optimizer zeroes. (Lightning zeroes
-   the others behind ``training_step``: one that reads them finds none after a resume.) A save draws
-   no random number that the training would draw, and begins no loader
+   computed again.
+2. A save comes between two batches: when Lightning hands batch k to the step, and before any hook
+   of it, ``on_before_batch_transfer`` included (``Hooks._before_batch``; saving.py, item 2). The
+   batch before is done with its logging and its validation. Batch k is fetched already; step 5
+   shows that fetching it again is harmless. All parts and Lightning's own entries are taken there,
+   and nothing is computed in between. Gradients that the next step still uses are a part
+   (``Gradients``): those of a step that is not complete, and of weights that no optimizer zeroes.
+   A save draws no random number that the training would draw, and begins no loader
    (``KeptParts.without_a_trace``); what the user's own hooks of a save change, such as a count of
-   saves, is his. The file is whole, or is the one before (``written_atomically`` in
+   saves, is up to him. The file is whole, or is the one before (``written_atomically`` in
    storage/files.py).
 3. The loops begin with batch k. A checkpoint's counters never show a batch as half done
-   (``clean_counters`` in parts/loops.py, which leaves one step out that ``prepare_resumed_epoch``
-   in lightning_internals.py adds again); their number of completed batches is k (``Resume.of``).
+   (``clean_counters`` in parts/loops.py); their number of completed batches is k (``Resume.of``).
+   A plain Trainer would begin with the end of batch k - 1 where a validation was due behind it, and
+   count its step twice. So the checkpoint has one step less there, which suits a plain Trainer, and
+   ``prepare_resumed_epoch`` (lightning_internals.py) adds it and begins with batch k.
 4. The order of samples is drawn again, from the checkpoint's seed and the epoch
    (:meth:`Restoring._take_seeds_of`, ``ExactBatches._order`` in loading/batches.py) and from what
-   the sampler held as the pass began, such as weights, or its state; the first k batches are left
-   out. The order of a sampler of one's own must follow from ``set_epoch``, a state, or a generator
-   in an attribute of it; a line says where it has neither of the first two (loading/faults.py).
+   the sampler held as the pass began, such as weights, generators, or its state. Its first k
+   batches are left out. (With several loaders each counts in its own pass:
+   ``LoaderPosition.state_to_start_after``.)
 5. What is drawn while batch k is loaded is the same: it comes from (seed, rank, epoch, k), and a
-   fetch leaves all other generators as it found them (loading/fetch.py; a ``gather`` that draws
-   from others than torch's must do so for each batch). So it is no matter that batch k is fetched a
-   second time. A sample must be a function of its key, the epoch and these numbers: on Linux that
-   is tried with a few samples before training (loading/repeating.py). Of streams and loaders of
-   one's own a state is kept after every batch, or they resume between epochs alone
-   (loading/__init__.py, its step 3).
-6. What else steps and hooks have changed since the start, and the walk over the user's attributes
-   reaches (parts/held.py), is in the checkpoint: in Lightning's own entries, or in a part (kept.py
-   has the list, docs/how_it_works.md of the repository what each is for). What it reaches and
-   cannot keep is told as it changes (parts/undeclared/not_kept.py). It does not open functions
-   (closures, ``partial``, methods of other objects), numbers of classes, or global variables other
-   than generators, nor tensors that a package's layer keeps beside its buffers; and what training
-   has made to share memory is given back as two. The generators come last of the parts in memory,
-   since giving back any other part may draw.
-7. Hooks that the resumed process calls again change no saved value. ``setup`` and
+   fetch leaves all other generators as it found them (loading/fetch.py). That a sample depends on
+   nothing else is tried with a few samples before training, on Linux (loading/repeating.py).
+   Streams and loaders of one's own draw from the state that was kept of them after every batch, or
+   they resume between epochs alone (loading/__init__.py, its step 3).
+6. What else steps and hooks have changed since the start is in the checkpoint, if the walk over the
+   user's objects (parts/held.py) reaches it: in Lightning's own entries, or in a part (kept.py has
+   the list, docs/how_it_works.md of the repository what each is for). What it reaches and cannot
+   keep is told as it changes (parts/undeclared/not_kept.py). It opens no functions (closures,
+   ``partial``, methods of other objects), and reads no numbers in attributes of classes, no global
+   variables other than generators, and no tensors that a package's layer keeps beside its buffers.
+   What training has made to share memory comes back as separate copies. The generators come last of
+   the parts in memory, since giving back any other part may draw.
+7. Hooks that the resumed process calls again change no saved value in the end. ``setup`` and
    ``configure_model`` run before the checkpoint is loaded, so it wins. ``configure_optimizers``
-   runs after the weights are loaded and before the states of optimizers: it may not change weights.
-   ``on_fit_start``, ``on_train_start`` and ``on_train_epoch_start`` run last: what they change of
-   saved values is undone (before_hooks.py), and what nobody saves stays as they set it. The sanity
-   check, and hooks of batches and validations that are done, are not called.
+   runs after the weights are loaded and before the states of optimizers. ``on_fit_start``,
+   ``on_train_start`` and ``on_train_epoch_start`` run last: what they change of saved values is
+   undone (before_hooks.py), and what nobody saves stays as they set it. The sanity check, and hooks
+   of batches and validations that are done, are not called.
 
 Where a run was stopped in the validation after its last step, ``max_steps`` is reached, and
 Lightning would enter no epoch. So ``max_steps`` is one step more until that validation is over
@@ -105,7 +122,6 @@ from unbroken.checkpoint.resume import (
 )
 from unbroken.loading import RunLoaders
 from unbroken.loading.seeding import Seeds
-from unbroken.parts.generators import RandomGenerators
 from unbroken.parts.hyperparameters import apply_changes
 from unbroken.parts.loops import BETWEEN_EPOCHS
 from unbroken.parts.module import give_plain_buffers
@@ -173,7 +189,7 @@ class Restoring:
         """Whether this run is a resumed one that has done no batch yet."""
         return self._resume is not None
 
-    # 1. The checkpoint is read
+    # a. The checkpoint is read
 
     def read(self, trainer: Trainer, module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Read what Lightning does not restore, and set where training goes on in its loaders."""
@@ -181,7 +197,8 @@ class Restoring:
             self._give_buffers(trainer, module, checkpoint)
             return
         if self._start_is_settled:
-            # A finder of Lightning's has trained a few steps, and puts back what was before.
+            # Lightning's finder of a rate or batch size has trained a few steps, and puts back what
+            # was before.
             mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
             return
         self._start_is_settled = True
@@ -279,7 +296,7 @@ class Restoring:
             f" so the resume is not exact. OMP_NUM_THREADS={before} makes it exact."
         )
 
-    # 2. The user's start-up hooks come
+    # b. The user's start-up hooks come
 
     def fit_starts(self, trainer: Trainer) -> None:
         """Note what ``on_fit_start`` may change. Lightning has restored the module, the data module
@@ -336,7 +353,7 @@ class Restoring:
         kinds = (WeightValues, CallbackStates, DataState, ExtraStates, OwnEntries)
         self._before_hooks = [kind(trainer) for kind in kinds]
 
-    # 3. All start-up hooks are done
+    # c. All start-up hooks are done
 
     def restore(self, trainer: Trainer) -> None:
         """Put every part back. What the start-up hooks do must change nothing of it. In a new run,
@@ -368,7 +385,7 @@ class Restoring:
             resume.prepare_epoch(trainer, before_batches=lambda: None)
             lightning_internals.end_restart(trainer)
             return
-        resume.prepare_epoch(trainer, before_batches=lambda: self.give_generators_again(trainer))
+        resume.prepare_epoch(trainer, before_batches=lambda: self.undo_set_epoch(trainer))
         # As in a new run, samplers know the epoch as the hooks of its start are called.
         for position in self._loading.positions:
             position.set_epoch(trainer.current_epoch)
@@ -389,6 +406,8 @@ class Restoring:
             self._lines.append(other_batches)
         resume.give_back(trainer, [part for part in kept.all if not part.has_a_file])
         if resume.place != BETWEEN_EPOCHS:
+            # With what samplers held as the pass began. The generators are given back once more
+            # before a batch is read.
             self._loading.draw_again()
         self._batches_validated_before = dict(lightning_internals.validated_batches(trainer))
         self._forget_best_of_other_samples(trainer, resume)
@@ -484,17 +503,17 @@ class Restoring:
         saved = checkpoint.get("callbacks", {}).get(self._best_key)
         return saved is None or self._best.is_that_of(saved)
 
-    # 4. The training goes on
+    # d. The training goes on
 
-    def give_generators_again(self, trainer: Trainer) -> None:
-        """Give the generators back once more, where the resumed run has done no batch yet.
+    def undo_set_epoch(self, trainer: Trainer) -> None:
+        """Give generators and samplers back once more, where the resumed run has done no batch yet.
 
         Lightning has called ``set_epoch`` of the loaders' samplers, after everything was given
         back, and they may have drawn. The checkpoint was saved after that.
         """
         if self._resume is not None:
-            generators = [part for part in self._kept.all if isinstance(part, RandomGenerators)]
-            self._resume.give_back(trainer, generators)
+            self._loading.return_to_save()
+            self._resume.give_back(trainer, self._kept.generators)
 
     @property
     def came_only_for_a_validation(self) -> bool:

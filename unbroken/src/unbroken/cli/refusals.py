@@ -32,6 +32,8 @@ OUR_CALLBACKS = (f"{OURS}.run.progress", f"{OURS}.run.wrong_numbers")
 RESTORES = (*STARTS_A_RUN, *OUR_CALLBACKS, "torch", "numpy", "random", "packaging")
 OPTIMIZERS = ("torch.optim",)
 COUNTERS = ("lightning.pytorch.loops.progress",)
+# Where ranks exchange something
+EXCHANGES = "torch.distributed.distributed_c10d"
 # The last raises in the training what was raised in a worker.
 LOADERS = ("torch.utils.data", "torch.multiprocessing", "multiprocessing.", "torch._utils")
 ANYWHERE = ("",)
@@ -198,6 +200,8 @@ def refusals_as_errors(
         message = _message_without_methods(error)
         if message is not None:
             raise UserError(message) from None
+        if is_of_the_ranks(error):
+            raise
         phase = _phase(has_begun)
         modules = modules_of(error)
         for refusal in TABLE:
@@ -216,6 +220,13 @@ def modules_of(error: BaseException) -> list[str]:
     """The modules that an error came through; the last one raised it."""
     frames = traceback.walk_tb(error.__traceback__)
     return [str(frame.f_globals.get("__name__", "")) for frame, _ in frames]
+
+
+def is_of_the_ranks(error: Exception) -> bool:
+    """Whether ranks could not exchange something, as where one of them has died. It says nothing of
+    what they were about to do, such as to load a checkpoint.
+    """
+    return isinstance(error, RuntimeError) and modules_of(error)[-1] == EXCHANGES
 
 
 def _fits(

@@ -6,7 +6,7 @@ repeat or drop samples to make ranks equal, so metrics depend on the number of d
 ``DataLoader`` keeps all but its sampler and seeding. Any other loader is read as it is, and its
 state, if it has one, is saved.
 
-How a resume in the middle of an epoch is exact:
+How the data of a resume in the middle of an epoch are exact (checkpoint/restoring.py has the rest):
 
 1. :class:`RunLoaders` (run_loaders.py) sees every loader before Lightning reads it. What it makes
    of a loader depends on its kind, and on who shares the data among the ranks: :class:`Shares`
@@ -14,18 +14,19 @@ How a resume in the middle of an epoch is exact:
 2. A plain loader over a dataset that is asked by keys becomes an :class:`ExactLoader`. The order of
    an epoch's samples is drawn from (seed, epoch), and cut into batches and shares:
    :class:`ExactBatches` (batches.py). To start at batch k, the same order is drawn again, and the
-   first k batches are left out; no sample is loaded for them. (What the sampler held as the pass
-   began is kept, such as weights that training changes since, or its ``state_dict``; the sampler
-   has it as it is asked again, and then gets what it held at the save.) The random numbers of batch
-   k, in this process or in a worker, come from (seed, rank, epoch, k), and each fetch leaves this
-   process's generators as it found them: :class:`Fetch` (fetch.py; a ``gather`` that draws from
-   Python's or NumPy's generator must do so for each batch). So neither the order nor a random
-   transform depends on what was read before, or by which worker. Batches that were fetched ahead of
-   a save are fetched again.
+   first k batches are left out; no sample is loaded for them. A checkpoint keeps what the sampler
+   held as the pass began, such as weights that training has changed since, generators in its
+   attributes, or its ``state_dict``: it is given that, then asked for its order, then given what it
+   held at the save. The random numbers of batch k, in this process or in a worker, come from (seed,
+   rank, epoch, k), and each fetch leaves this process's generators as it found them: :class:`Fetch`
+   (fetch.py). So neither the order nor a random transform depends on what was read before, or by
+   which worker. Batches that were fetched beyond k at the save are fetched again. (A data set that
+   gathers whole batches, as :class:`unbroken.contract.GathersBatches` does, and draws from Python's
+   or NumPy's generator for some of them alone is not seen: it must draw for each.)
 3. Anything else (a stream, a loader of the user's own) becomes a :class:`WatchedLoader`. Nobody can
    leave out its first k batches. If it has a state, the state is kept after every batch, and loaded
    again. It is tried before training (proof.py), and what is not exact is said (faults.py). Where
-   it has none, or not a good one, a run resumes from the end of an epoch alone.
+   it has none, or one that has failed the trial, a run resumes from the end of an epoch alone.
 4. The seed is given, or is what torch's generator would give next (:meth:`RunLoaders.settle_seed`).
    A loader or sampler with a generator of its own has a seed from that one (``seeds_of``). All are
    kept in every checkpoint.
@@ -34,7 +35,8 @@ How a resume in the middle of an epoch is exact:
    A resumed run makes a :class:`DataStart` of both (``Resume.of`` in checkpoint/resume.py).
 6. :meth:`RunLoaders.begin` puts the loaders there when the hooks of the training's start are done.
    Lightning has called ``iter(loader)`` by then, and nothing was read: ``ExactLoader.__iter__`` is
-   a generator, which looks where to start when its first batch is asked for.
+   a generator, which looks where to start when its first batch is asked for. (Beside a loader
+   without a length Lightning reads a batch at once. Then all are put there when they are made.)
 """
 
 from unbroken.loading.batches import ExactBatches as ExactBatches

@@ -323,9 +323,14 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
             self.states = {**earlier_passes, self.batches_before: state}
             self._samples_of_pass = len(order)
             self._epoch_of_states = self.start.epoch
-        if begun is not None and not self._is_same(self.state(), self._state_at_save):
-            self._load(self._state_at_save)
+        if begun is not None:
+            self.return_to_save()
         return order
+
+    def return_to_save(self) -> None:
+        # Some states are a place in a pass: to load one lets the next pass begin there.
+        if self._state_at_save is not None and not self._is_same(self.state(), self._state_at_save):
+            self._load(self._state_at_save)
 
     def _is_trainings_pass(self) -> bool:
         """Whether the pass that begins is the Trainer's, and not one by which the user's code looks

@@ -48,9 +48,9 @@ class Faults:
         source = source_of(loader)
         if trainer.training and not _has_known_order(source):
             self._lines.append(
-                f"{type(source).__name__} has neither set_epoch nor state_dict: if it keeps its"
-                " own random state, or is changed elsewhere than in on_train_epoch_start, a"
-                " resumed run sees another order."
+                f"{type(source).__name__} has neither set_epoch nor state_dict: if it keeps another"
+                " state than random generators in its attributes, or is changed elsewhere than in"
+                " on_train_epoch_start, a resumed run sees another order."
             )
         if loader.num_workers > 1 and not loader.in_order:
             # Batches come as workers have them ready, in an order that nobody knows.

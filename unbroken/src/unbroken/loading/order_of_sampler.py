@@ -1,10 +1,9 @@
 """By what a sampler without a ``state_dict`` gives its order, beside the length of its data and
-torch's generator, which is seeded: the weights and indices of torch's own samplers, which training
-may change (importance sampling), and generators of random numbers of one's own.
+torch's global generator, which is seeded: the weights and indices of torch's own samplers, which
+training may change (importance sampling), and any generator of random numbers in an attribute.
 """
 
 import copy
-import random
 import zlib
 from typing import Any
 
@@ -12,7 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import data
-from unbroken.loading.own_generators import restore, state_of
+from unbroken.loading.own_generators import (
+    KINDS,
+    can_be_restored,
+    draws_from_a_state,
+    restore,
+    state_of,
+)
 from unbroken.loading.samplers import samplers_within
 from unbroken.tensors.same_values import is_same
 from unbroken.tensors.written_into import is_written_into
@@ -26,8 +31,6 @@ SEEDABLE = (
 )
 # Their attributes that decide the order
 DECIDING = ("weights", "indices", "num_samples", "_num_samples", "replacement")
-# Generators from which a sampler of one's own may draw. Those of torch are seeded.
-GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 NUMBERS = {bool, int, float}
 # An array of NumPy's becomes a tensor.
 ARRAY = "numpy.ndarray"
@@ -106,8 +109,8 @@ def _tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def _is_kept(sampler: Any, name: str, value: Any) -> bool:
-    if isinstance(value, GENERATORS):
-        return True
+    if isinstance(value, KINDS):
+        return draws_from_a_state(value)
     if not isinstance(sampler, SEEDABLE) or name not in DECIDING:
         return False
     if isinstance(value, Tensor):
@@ -120,8 +123,8 @@ def _is_kept(sampler: Any, name: str, value: Any) -> bool:
 
 
 def _plain_copy(value: Any) -> Any:
-    if isinstance(value, GENERATORS):
-        return {GENERATOR: state_of(value)}
+    if isinstance(value, KINDS):
+        return {GENERATOR: [type(value).__name__, state_of(value)]}
     if isinstance(value, np.ndarray):
         return {ARRAY: torch.from_numpy(value.copy())}
     if isinstance(value, Tensor):
@@ -134,8 +137,9 @@ def _plain_copy(value: Any) -> Any:
 def _is_filled(now: Any, saved: Any) -> bool:
     """Fill a value with a saved one of the same form; returns whether they are of one."""
     if isinstance(saved, dict) and GENERATOR in saved:
-        if isinstance(now, GENERATORS):
-            restore(now, saved[GENERATOR])
+        kind, state = saved[GENERATOR]
+        if isinstance(now, KINDS) and can_be_restored(now, kind, state):
+            restore(now, state)
         return True
     is_array = isinstance(saved, dict) and ARRAY in saved
     array = saved[ARRAY].numpy() if is_array else None

@@ -99,6 +99,9 @@ class LoaderPosition:
         """
         return None
 
+    def return_to_save(self) -> None:
+        """Let the sampler of an order that is drawn at once hold what it held at the save."""
+
     def set_epoch(self, epoch: int) -> None:
         """The next pass is of this epoch. Another epoch than before starts at its beginning."""
         if epoch != self.start.epoch:

@@ -201,6 +201,11 @@ class RunLoaders:
             if told is not None:
                 self.lines.append(f"{told}: the resume is not exact.")
 
+    def return_to_save(self) -> None:
+        """Let samplers hold what they held at the save, whatever ``set_epoch`` has drawn since."""
+        for position in self.positions:
+            position.return_to_save()
+
     def _places_of_states(self, start: DataStart) -> list[tuple[int, Any]]:
         """Where the loaders begin from a checkpoint that somebody else saved."""
         states = iter(start.lightnings_states)

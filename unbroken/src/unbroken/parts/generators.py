@@ -45,6 +45,8 @@ class OwnGenerators(Part):
 
     def __init__(self, objects: UsersObjects) -> None:
         self._objects = objects
+        # What cannot be given back
+        self._told: set[str] = set()
 
     def take(self, trainer: Trainer) -> dict[str, Any]:
         """The states of all that there are, by name, each with the kind of its generator."""
@@ -53,21 +55,24 @@ class OwnGenerators(Part):
 
     def give_back(self, trainer: Trainer, value: dict[str, Any]) -> None:
         """Put those back that are of the same kind, and make the others that training has made."""
-        held = self._objects.held
-        owners = held.owners | held.callbacks
+        owners = self._objects.held.owners | self._objects.held.callbacks
         for path, (kind, state) in value.items():
-            generator = held.generators.get(path)
-            if generator is not None and can_be_restored(generator, kind, state):
-                restore(generator, state)
-                continue
             owner_path, _, attribute = path.rpartition(".")
-            if owner_path not in owners:
+            owner = owners.get(owner_path)
+            found = self._objects.held.generators.get(path)
+            # This method may have made one since the walk.
+            now = found if owner is None else getattr(owner, attribute, None)
+            if can_be_restored(now, kind, state):
+                restore(now, state)
+                continue
+            if owner is None:
                 # It has not been made here, or is no attribute.
                 continue
             made = made_of(kind, state)
-            if made is not None and getattr(owners[owner_path], attribute, None) is generator:
-                setattr(owners[owner_path], attribute, made)
-            elif trainer.is_global_zero:
+            if made is not None and now is found:
+                setattr(owner, attribute, made)
+            elif path not in self._told:
+                self._told.add(path)
                 say(f"the resume is not exact: {path} was a {kind}, which cannot be made here.")
 
 

@@ -15,7 +15,7 @@ from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from unbroken.cli.cli import Configuration
-from unbroken.cli.refusals import RESTORING, modules_of
+from unbroken.cli.refusals import RESTORING, is_of_the_ranks, modules_of
 from unbroken.cli.trainer_flags import reading_only
 from unbroken.errors import UserError
 from unbroken.loggers.metrics_csv import FIRST
@@ -81,7 +81,8 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
         raise
     except Exception as error:
         # Training may have made other layers, or other sizes, since the best was saved.
-        if best_path is None or RESTORING not in modules_of(error):
+        is_of_the_best = best_path is not None and RESTORING in modules_of(error)
+        if not is_of_the_best or is_of_the_ranks(error):
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_CHARACTERS]}"
         raise NotTested(

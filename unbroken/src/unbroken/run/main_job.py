@@ -174,7 +174,8 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
             note_the_other_half(error, config)
         raise
     except signals.Stopped as stop:
-        release_child_processes()  # the other ranks end now
+        # The other ranks end now, too, and Lightning's observer would kill this one for it.
+        release_child_processes()
         report = None
         if not is_tested and timer.begun and trainer.is_global_zero:
             report = result_of(config, run, trainer, signal.Signals(stop.signum).name)

@@ -1,30 +1,43 @@
-"""Signals, what ranks agree on, schedulers: how a run ends when it is asked to, with its state
-saved, on all ranks after the same step.
+"""How a run ends when it is asked to stop: with its state saved, on all ranks after the same step.
 
-What happens, in order:
+A stop signal is Ctrl-C (SIGINT), SIGTERM or SIGHUP; SLURM's signal asks for the same, and for a new
+place in the queue. Lightning's own handlers of SIGTERM and of SLURM's signal are never set
+(``leave_signals_alone`` in lightning_internals.py). In training, in this order:
 
-1. A signal reaches any rank at any moment. In training its handler (signals.py) only notes it.
-2. When a batch has ended an optimizer step, ``Hooks.on_train_batch_end`` (checkpoint/hooks.py)
-   calls ``Saving.batch_ends`` (checkpoint/saving.py), which calls :meth:`Agreement.agree`
-   (agreement.py) with what this rank asks for: to stop, to save, or nothing. All ranks get the
-   largest request. A run of one rank has it at once; several ranks have it after their next step.
+1. A signal reaches any rank at any moment. Our handler (signals.py) only notes it. A script's own
+   handler of that signal is called as well; the run stops even if that one only sets a flag.
+2. After each optimizer step ``Hooks.on_train_batch_end`` (checkpoint/hooks.py) calls
+   ``Saving.batch_ends`` (checkpoint/saving.py), which calls :meth:`Agreement.agree` (agreement.py)
+   with what this rank asks for. All ranks get the request that counts most: SLURM's signal, then
+   SIGTERM, Ctrl-C, a save that is due, nothing. A run of one rank has it at once, several ranks
+   after their next step. What comes at the last step is asked for once more as training ends.
    (Ranks that read streams ask each other before each batch whether all have one. Their requests
    travel with that question, and are read when the batch is done.)
 3. When Lightning hands the next batch to the step, our patch of ``Precision.convert_input``
    (seams.py) calls ``Saving.before_batch`` first: it saves the run, and rank zero writes
    ``last.ckpt``. After an epoch's last batch the next epoch's start does so, or the training's end.
-   Where training cannot start inside an epoch, that file stays the one of the last epoch's end.
-4. ``Ending.stop`` (checkpoint/ending.py) raises :class:`unbroken.stopping.signals.Stopped` on every
-   rank, which ends the process with 143 or 130. At SIGTERM it is :class:`agreement.Terminated`. At
-   SLURM's signal the job is queued again first, and the process ends as at SIGTERM. What a script's
-   own handler has raised comes in the place of both.
+   With a loader that cannot start inside an epoch, which a line tells before training, that file
+   stays the one of the last epoch's end.
+4. ``Ending.stop`` (checkpoint/ending.py) raises an exception on every rank. Nobody needs to catch
+   it: it is a SystemExit with the exit code.
 
-Inside a validation the ranks agree after each of its batches, where all of them are known to have
-equally many; elsewhere the stop waits for its end. A validation that is cut is given up: the state
-at its start is saved (checkpoint/validation.py), and a resumed run begins it again.
+   - Ctrl-C: :class:`unbroken.stopping.signals.Stopped`, 130.
+   - SIGTERM, SIGHUP: :class:`agreement.Terminated`, 143. It is a Stopped and Lightning's
+     SIGTERMException, so code that catches either one works.
+   - SLURM's signal: the job is queued again, then the same as at SIGTERM.
+   - If a script's own handler has raised an exception, that one is raised instead.
 
-What a second Ctrl-C does, by when it comes (the first and the second may each be any of the stop
-signals of signals.py, which has the phases, too):
+5. Lightning tears down, and the ranks end in any order: its observer, which would kill rank zero
+   where another rank has ended with an error, knows of none any more (``release_child_processes``).
+   In a command rank zero ends last, because it still writes the report and waits for the mirror.
+   torchrun itself ends with 1, whatever its ranks end with.
+
+Inside a validation or a test the ranks agree after each batch, where all of them are known to have
+equally many; elsewhere the stop waits for its end. What is cut is given up: the state at the
+validation's start is saved (checkpoint/validation.py), and a resumed run begins it again.
+
+What a second signal does, by when it comes (the first and the second may each be any stop signal;
+signals.py has the phases):
 
 | it comes | a command of one rank | a command of several ranks | a script |
 | --- | --- | --- | --- |
@@ -36,15 +49,15 @@ signals of signals.py, which has the phases, too):
 
 "Ignored" is: it shortens nothing, and what hangs still hangs; SIGKILL alone ends such a run.
 (torchrun sends that itself, 30 s after it was asked to stop; ``--shutdown-timeout`` makes it more.)
-A handler that a script had set itself is called at every signal.
+The handlers that a script has set itself are called all the same.
 
-A script's handlers are its own again in ``Hooks.on_exception``, at an error or behind the save of a
-stop, else in the callback's ``teardown``. What a signal does from there is no matter of ours, such
-as to raise KeyboardInterrupt in the place of Stopped. In the start of a script no thread ends what
-hangs.
+A script has its handlers back in ``Hooks.on_exception``, after the save of a stop or at an error,
+and else in the callback's ``teardown``. A signal after that is not ours: Ctrl-C then raises
+KeyboardInterrupt, even while ``Stopped`` is on its way. Before the callback's ``setup`` a signal is
+not ours either, and in the start of a script no thread ends what hangs.
 
 A *first* signal that comes late: while a command of one rank writes its report, it gives up the
 rest and ends with 130 or 143. With several ranks, and between the last batch of the test and the
-report, nothing is left to stop: the command ends with 0. In a script it is noted until
-``teardown``, which ends it (``Ending.stop_if_asked_late``).
+report, nothing is left to stop: the command ends with 0. In a script the training is complete and
+saved by then, and ``teardown`` raises ``Stopped`` (``Ending.stop_if_asked_late``).
 """

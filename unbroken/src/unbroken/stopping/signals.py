@@ -7,7 +7,7 @@ It depends on the phase in which the process is (:class:`Phase`):
 | IMPORTS | :func:`install`: a command starts | ends the process at once | (it has ended) |
 | STARTS | :func:`imports_are_done`; in a script the callback's setup | raises Stopped | nothing |
 | RUNS | :func:`note_from_now_on`: training, or a validation or test, begins | is noted | nothing |
-| SAVED | :func:`raise_from_now_on`: one rank has a report to write | raises Stopped | so, too |
+| SAVED | :func:`raise_from_now_on`: one rank has a report to write | raises Stopped | the same |
 | ENDS | :func:`command_is_done` | ends the process at once | the same |
 
 What follows when a signal was noted, and what a second Ctrl-C does in commands and scripts, stands
@@ -18,6 +18,8 @@ one lives.
 ``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase
 from the Trainer's setup on: the run stops before its next batch, and its job is queued again.
 In RUNS no number of signals ends the process, whatever hangs, such as a disk; SIGKILL does.
+A rank that was started by another process and outlives it (:func:`end_with_parent`) is asked to
+stop in the same way. In RUNS it ends when it meets the others, who are not there.
 
 Before training has begun there is nothing to save. In a command, where a library does not let a
 signal through, a thread ends the process 1.5 s later (:func:`watch`), or twice as long in a rank
@@ -26,13 +28,13 @@ since they would fail without it.
 
 The first signal of a process says how it ends (in ENDS the one that comes); of several ranks, the
 largest request (agreement.py). A script's own handlers are called at every signal. In RUNS the
-last exception that they raise ends the run, in the place of ``Stopped``, when the step is saved; at
-other times it is raised at once.
+last exception that they raise ends the run instead of ``Stopped``, when the step is saved; at other
+times it is raised at once.
 
 A command with one rank is SAVED when its test is done, or when Lightning has ended a run that was
 stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up report and summary, and
-the mirror gets what is left of 8 s since the first signal. With several ranks it stays RUNS to the
-end, since all of them must end together.
+the mirror gets what is left of 8 s since the first signal. With several ranks it stays in RUNS
+although training is over, since all of them must end together.
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """
@@ -103,8 +105,8 @@ class State:
     phase = Phase.STARTS
     # Whether a thread ends the process where Python runs no handler.
     watched: bool = False
-    # What a script's own handler has raised, such as an exit. It ends the run in the place of
-    # Stopped, as soon as the step is saved.
+    # What a script's own handler has raised, such as an exit. It ends the run instead of Stopped,
+    # as soon as the step is saved.
     raised: BaseException | None = None
     # The process that has started this one: its end gives it another parent.
     parent: int = 0
@@ -207,9 +209,8 @@ class ScriptSignals:
 
 
 def end_with_parent() -> None:
-    """Linux: SIGTERM for this process when its parent dies, also by SIGKILL.
-
-    Elsewhere it runs to its end.
+    """On Linux, get SIGTERM when the parent dies, also by SIGKILL. Elsewhere this process runs to
+    its end. It is called for the ranks of a command alone.
     """
     if sys.platform == "linux":
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG
