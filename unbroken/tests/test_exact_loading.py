@@ -1647,6 +1647,39 @@ class Caches(Kept):
         return self.cache.setdefault(index, torch.tensor(float(index)))
 
 
+class CachesWhatItDraws(Kept):
+    def __getitem__(self, index: int) -> Tensor:
+        if index not in self.cache:
+            self.cache[index] = index + torch.rand(1)
+        return self.cache[index]
+
+
+class Queues(Kept):
+    """Gives its samples in fours, each four from the last to the first."""
+
+    four = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue: list[Tensor] = []
+
+    def __getitem__(self, index: int) -> Tensor:
+        if len(self.queue) == self.four:
+            self.queue = []
+        self.queue.append(torch.tensor(float(index)))
+        return self.queue[0] + len(self.queue)
+
+
+class QueuesOfTwo(Queues):
+    four = 2
+
+
+class Sevenths(Kept):
+    def __getitem__(self, index: int) -> Tensor:
+        self.seen += 1
+        return torch.tensor(float(index) + (self.seen % 7 == 0))
+
+
 class Draws(Kept):
     def __getitem__(self, index: int) -> Tensor:
         if self.generator is None:
@@ -1664,7 +1697,17 @@ class Fails(Kept):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("make", "is_told"),
-    [(Counts, True), (MixesWithTheLast, True), (Caches, False), (Draws, False), (Fails, False)],
+    [
+        (Counts, True),
+        (MixesWithTheLast, True),
+        (CachesWhatItDraws, True),
+        (Queues, True),
+        (QueuesOfTwo, True),
+        (Sevenths, True),
+        (Caches, False),
+        (Draws, False),
+        (Fails, False),
+    ],
 )
 def test_a_set_whose_samples_depend_on_what_was_fetched_before_is_said(
     make: Any, is_told: bool, training: bool, workers: int
@@ -1674,8 +1717,10 @@ def test_a_set_whose_samples_depend_on_what_was_fetched_before_is_said(
     state = torch.get_rng_state()
     for _ in range(2):
         loading.exact(DataLoader(dataset, 4, num_workers=workers), rank_of(0, 1, training))
-    expected = f"a resume is not exact: {make.__name__} gives other samples when the same are"
+    of = "the training data come from" if training else "a resume is not exact: validations read"
+    expected = f"{of} {make.__name__}, which gives other samples when the same are fetched again"
     assert [note.startswith(expected) for note in loading.lines] == [True] * is_told
+    assert loading.can_start_inside_epochs == (not (is_told and training))
     # It was tried in another process.
     assert vars(dataset) == vars(make())
     assert torch.equal(torch.get_rng_state(), state)

@@ -37,13 +37,16 @@ class Faults:
         # The names of what validations read and was tried.
         self._tried_validations: set[str] = set()
 
-    def look_at(self, loader: DataLoader[Any], found: ExactLoader, trainer: Trainer) -> None:
-        """Say what is not exact in an exact loader.
+    def look_at(self, loader: DataLoader[Any], found: ExactLoader, trainer: Trainer) -> bool:
+        """Say what is not exact in an exact loader. Every rank must call it.
 
         Args:
             loader: As the user gave it.
             found: Its exact form.
             trainer: Says what it is for.
+
+        Returns:
+            Whether a training can start with it inside an epoch.
         """
         source = source_of(loader)
         if trainer.training and not _has_known_order(source):
@@ -58,21 +61,31 @@ class Faults:
                 f"a resume is not exact: {name_of(loader)} is read with in_order=False, and gives"
                 " the batch that is ready first."
             )
-        self._look_for_a_set_with_a_state(found, trainer)
+        return not self._keeps_a_state(found, trainer)
 
-    def _look_for_a_set_with_a_state(self, loader: ExactLoader, trainer: Trainer) -> None:
-        """Say so where samples depend on what was fetched before: no state of it is kept."""
+    def _keeps_a_state(self, loader: ExactLoader, trainer: Trainer) -> bool:
+        """Whether a training's samples depend on what was fetched before; that is said."""
         name = type(loader.dataset).__name__
-        is_new = trainer.state.fn == "fit" and name not in self._fetched_twice
-        if not is_new or trainer.global_rank != 0:
-            return
+        if trainer.state.fn != "fit" or name in self._fetched_twice:
+            return False
         self._fetched_twice.add(name)
-        if gives_others_when_asked_again(loader):
+        mine = trainer.global_rank == 0 and gives_others_when_asked_again(loader)
+        if not any(gather_from_ranks(mine)):
+            return False
+        fault = "which gives other samples when the same are fetched again"
+        advice = "Let a sample be a function of its key and the epoch alone."
+        if not trainer.training:
             self._lines.append(
-                f"a resume is not exact: {name} gives other samples when the same are fetched"
-                " again, because it keeps a state (such as a queue, a count or a generator). Let a"
-                " sample be a function of its key and the epoch alone."
+                f"a resume is not exact: validations read {name}, {fault}, because it keeps a state"
+                f" (such as a queue, a cache or a count). {advice}"
             )
+            return False
+        self._lines.append(
+            f"the training data come from {name}, {fault}: a resumed run goes on from the last"
+            " epoch's end, and is exact only if what it keeps (such as a queue, a cache or a count)"
+            f" begins anew with each epoch. {advice}"
+        )
+        return True
 
     def try_training(self, loader: Any, number: int, seed: int, trainer: Trainer) -> Proof:
         """How a run can be resumed with a loader that is read as it is. Every rank must call it.

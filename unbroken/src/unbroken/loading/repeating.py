@@ -1,44 +1,47 @@
 """Whether a data set gives the same samples when they are fetched again: tried before training.
 
 A resumed run has a data set that was made anew. It sees the same samples where each is a function
-of its key, the epoch, and the random numbers that are seeded for its batch. One that keeps a state,
-such as a queue of patches or a count, gives others as soon as it is asked twice.
+of its key, the epoch, and the random numbers that are seeded for its batch. One that keeps a state
+gives others when it is asked again, such as a queue of patches or a count. Or it draws other random
+numbers then, such as a cache of samples that were changed at random: a new one draws them again.
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import multiprocessing
 import os
 import stat
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from itertools import islice
 from socket import AF_INET, AF_INET6, socket
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
+from unbroken.loading.batches import Request
 from unbroken.loading.exact_loader import ExactLoader, PlainRequests
+from unbroken.loading.own_generators import state_of
 from unbroken.loading.proof import PATIENCE_SECONDS
+from unbroken.loading.seeding import generator_states
 from unbroken.loading.workers import prepare_worker, workers_end_with_block
 from unbroken.tensors.same_values import is_same
 
-# A second batch is between the two times that the first is fetched: a sample may depend on the one
-# before.
-BATCHES = 2
-# A batch of the trial has at most so many samples, because one may take long to read.
-SAMPLES = 4
+# A whole batch is fetched twice where that takes no longer than this. A sample may take long.
+SECONDS_FOR_A_BATCH = 0.5
 # Rows of tensors, and functions that collate them, keep no state in these packages.
 WITHOUT_STATE = ("torch.", "unbroken.")
 
 
 def gives_others_when_asked_again(loader: ExactLoader) -> bool:
-    """Whether a loader's first samples are others when they are fetched once more, with the same
-    seed.
+    """Whether a loader's first samples, or the random numbers that it draws for them, are others
+    when they are fetched once more with the same seed.
 
     They are fetched in a worker process, which is a copy of this one: the data set itself, its
     files and the generators here are left alone. False, too, where it cannot be tried: a process
@@ -47,7 +50,7 @@ def gives_others_when_asked_again(loader: ExactLoader) -> bool:
     if not sys.platform.startswith("linux") or _is_known_to_repeat(loader):
         return False
     trial: DataLoader[bool] = DataLoader(
-        FetchedTwice(loader),
+        FetchedAgain(loader),
         batch_size=None,
         num_workers=1,
         timeout=PATIENCE_SECONDS,
@@ -122,7 +125,14 @@ def _is_known_to_repeat(loader: ExactLoader) -> bool:
     return is_rows or type(dataset) in (list, tuple)
 
 
-class FetchedTwice(Dataset[bool]):
+class Fetched(NamedTuple):
+    """A batch, and where the generators stand when it is collated, which is done last."""
+
+    batch: Any
+    draws: list[Any]
+
+
+class FetchedAgain(Dataset[bool]):
     """Its only sample tells whether a loader's first samples are the same when they are fetched
     again. It is asked in a worker process.
     """
@@ -136,13 +146,42 @@ class FetchedTwice(Dataset[bool]):
         return 1
 
     def __getitem__(self, _: int) -> bool:
-        fetch: Any = self.loader.exact_fetching.dataset
-        requests = PlainRequests(self.loader.exact_position)
-        few = [
-            (epoch, number, part[:SAMPLES] if isinstance(part, list) else part)
-            for epoch, number, part in islice(requests, BATCHES)
-        ]
+        # Where an epoch has one batch, it is both.
+        first, *others = islice(PlainRequests(self.loader.exact_position), 2)
+        second = others[0] if others else first
+        # Samples alone, and not all in a row: a queue that takes a few is empty again after them.
+        begin = time.monotonic()
+        of_first = self._fetched(_of_one_sample(first)).batch
+        of_second = self._fetched(_of_one_sample(second))
+        # These draws are compared, because the first fetch of all may draw for what it makes, such
+        # as a connection.
+        pairs: list[Any] = [(of_second, self._fetched(_of_one_sample(second)))]
+        pairs.append((of_first, self._fetched(_of_one_sample(first)).batch))
+        seconds_of_a_sample = (time.monotonic() - begin) / 4
+        if 2 * seconds_of_a_sample * _samples_of(first) <= SECONDS_FOR_A_BATCH:
+            pairs.append((self._fetched(first), self._fetched(first)))
+        return all(is_same(one, other) for one, other in pairs)
+
+    def _fetched(self, request: Request) -> Fetched:
+        original: Any = self.loader.exact_fetching.dataset
+        draws: list[Any] = []
+
+        def collate(samples: Any) -> Any:
+            batch = original.collate(samples)
+            own = fetch.own_generators | fetch.global_generators
+            draws[:] = [generator_states(), {name: state_of(each) for name, each in own.items()}]
+            return batch
+
+        fetch = dataclasses.replace(original, collate=collate)
         # Some data sets fill the same tensor again.
-        first = [copy.deepcopy(fetch[request]) for request in few]
-        again = [copy.deepcopy(fetch[request]) for request in few]
-        return is_same(first, again)
+        return Fetched(copy.deepcopy(fetch[request]), draws)
+
+
+def _of_one_sample(request: Request) -> Request:
+    epoch, number, part = request
+    return epoch, number, part[:1] if isinstance(part, list) else part
+
+
+def _samples_of(request: Request) -> int:
+    part = request[2]
+    return len(part) if isinstance(part, list) else 1

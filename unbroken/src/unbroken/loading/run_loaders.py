@@ -101,7 +101,8 @@ class RunLoaders:
                 trainer.world_size,
                 own_share=form is not Form.EXACT,
             )
-            self._faults.look_at(loader, found, trainer)
+            if not self._faults.look_at(loader, found, trainer):
+                self.can_start_inside_epochs = False
             self.shares.settle(loader, found, form, trainer)
         position = position_of(found)
         position.seeds = seeds

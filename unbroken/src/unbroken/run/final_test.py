@@ -81,8 +81,7 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
         raise
     except Exception as error:
         # Training may have made other layers, or other sizes, since the best was saved.
-        is_of_the_best = best_path is not None and RESTORING in modules_of(error)
-        if not is_of_the_best or is_of_the_ranks(error):
+        if best_path is None or RESTORING not in modules_of(error) or is_of_the_ranks(error):
             raise
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:MOST_CHARACTERS]}"
         raise NotTested(
