@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -1402,6 +1403,123 @@ class Scaled(Plain):
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         scale = self.scale(batch)
         return super().training_step(batch, batch_idx) * (1 + scale)
+
+
+NUMBER = 0
+MARKS: list[int] = []
+
+
+class HelpersCount:
+    count = 0
+
+
+def helper() -> float:
+    helper.calls += 0.1  # type: ignore[attr-defined]
+    return helper.calls  # type: ignore[attr-defined]
+
+
+helper.calls = 0.0  # type: ignore[attr-defined]
+
+
+class ByAGlobalNumber(Scaled):
+    def scale(self, batch: Any) -> Any:
+        global NUMBER
+        NUMBER += 1
+        return NUMBER
+
+
+class ByAGlobalList(Scaled):
+    def scale(self, batch: Any) -> Any:
+        MARKS.append(1)
+        return len(MARKS)
+
+
+class ByItsClass(Scaled):
+    count = 0
+
+    def scale(self, batch: Any) -> Any:
+        type(self).count += 1
+        return self.count
+
+
+class ByAHelpersClass(Scaled):
+    def scale(self, batch: Any) -> Any:
+        HelpersCount.count += 1
+        return HelpersCount.count
+
+
+class ByAFunction(Scaled):
+    def scale(self, batch: Any) -> Any:
+        return helper()
+
+
+class ByADefault(Scaled):
+    def scale(self, batch: Any, seen: list[int] = []) -> Any:  # noqa: B006
+        seen.append(1)
+        return len(seen)
+
+
+def counting() -> Any:
+    """A function that counts its calls."""
+    calls = 0
+
+    def count(*_: Any) -> float:
+        nonlocal calls
+        calls += 1
+        return 1 / calls
+
+    return count
+
+
+class ByAClosure(Scaled):
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.called = partial(counting(), 1)
+
+    def scale(self, batch: Any) -> Any:
+        return self.called()
+
+
+class ByASchedule(Plain):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, counting())
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class SavesItsGlobalNumber(ByAGlobalNumber):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["number"] = NUMBER
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (ByAGlobalNumber, f"{__name__}.NUMBER"),
+        (ByAGlobalList, f"{__name__}.MARKS"),
+        (ByItsClass, f"{__name__}.ByItsClass.count"),
+        (ByAHelpersClass, f"{__name__}.HelpersCount.count"),
+        (ByAFunction, f"{__name__}.helper.calls"),
+        (ByADefault, f"{__name__}.ByADefault.scale.seen"),
+        (ByAClosure, "module.called.func.calls"),
+        (ByASchedule, "schedules.0.lr_lambdas.0.calls"),
+    ],
+)
+def test_what_code_keeps_beside_objects_and_changes_is_told(
+    kind: type[Plain], name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, kind(), max_epochs=1)
+    # Nothing else is told, such as what another test has changed.
+    assert told(capsys).count(" begins anew with ") == 1
+    trained(tmp_path / "again", kind(), max_epochs=1)
+    assert f"begins anew with {name}, which changes in training" in told(capsys)
+
+
+def test_what_code_keeps_beside_objects_is_left_to_who_saves_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, SavesItsGlobalNumber(), max_epochs=1)
+    assert "begins anew with" not in told(capsys)
 
 
 class MakesAGenerator(Scaled):

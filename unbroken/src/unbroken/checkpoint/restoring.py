@@ -65,11 +65,11 @@ Why that is so, step by step. Of the epoch, k batches were done at the save:
 6. What else steps and hooks have changed since the start is in the checkpoint, if the walk over the
    user's objects (parts/held.py) reaches it: in Lightning's own entries, or in a part (kept.py has
    the list, docs/how_it_works.md of the repository what each is for). What it reaches and cannot
-   keep is told as it changes (parts/undeclared/not_kept.py). It opens no functions (closures,
-   ``partial``, methods of other objects), and reads no numbers in attributes of classes, no global
-   variables other than generators, and no tensors that a package's layer keeps beside its buffers.
-   What training has made to share memory comes back as separate copies. The generators come last of
-   the parts in memory, since giving back any other part may draw.
+   keep is told as it changes (parts/undeclared/not_kept.py), and so are numbers, texts and lists in
+   functions, attributes of classes and global variables (holding/beside_objects.py). It reads no
+   dictionaries there, and no tensors that a package's layer keeps beside its buffers. What training
+   has made to share memory comes back as separate copies. The generators come last of the parts in
+   memory, since giving back any other part may draw.
 7. Hooks that the resumed process calls again change no saved value in the end. ``setup`` and
    ``configure_model`` run before the checkpoint is loaded, so it wins. ``configure_optimizers``
    runs after the weights are loaded and before the states of optimizers. ``on_fit_start``,

@@ -19,10 +19,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
-from types import SimpleNamespace
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 from unbroken import contract
 from unbroken.holding import walk
+from unbroken.holding.beside_objects import held_by_function, values_beside_objects
 from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF_DATA
 from unbroken.holding.users_modules import LIBRARY
 from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
@@ -68,6 +69,8 @@ MACHINERY = (
     *("threading", "_thread", "logging", "weakref", "multiprocessing", "concurrent", "asyncio"),
     *("io", "_io", "socket", "subprocess", "tqdm", "functools"),
 )
+# They may keep something.
+KEEPING_FUNCTIONS = (FunctionType, MethodType, functools.partial)
 # The hooks by which somebody saves what he keeps himself.
 SAVING_HOOKS = ("on_save_checkpoint", "state_dict", "get_extra_state")
 # What these save says nothing of the user's attributes.
@@ -110,11 +113,13 @@ class Told(NamedTuple):
         since: From when on a change counts: the training's start; an epoch's first batch, because a
             resumed run sets again what hooks of an epoch's start set; or the first epoch's first
             batch, because a loader's workers have begun by then, and outlive the epoch.
+        of_new: Whether what training has made is told.
     """
 
     kinds: tuple[type, ...]
     advice: str = ""
     since: Literal["training", "epoch", "workers"] = "training"
+    of_new: bool = True
 
 
 class Unkept(NamedTuple):
@@ -195,6 +200,14 @@ OF_WORKERS = Told(
         " persistent_workers=False all see it."
     ),
 )
+# What functions keep, global variables and attributes of classes. A module that is imported late
+# brings new ones.
+BESIDE_OBJECTS = Told(
+    OF_CALLBACKS.kinds,
+    since="epoch",
+    advice="Keep it in an attribute of the module, which a checkpoint holds.",
+    of_new=False,
+)
 OF_SAMPLERS = Told(
     OF_CALLBACKS.kinds,
     since="epoch",
@@ -229,6 +242,8 @@ def held_by_users(trainer: Trainer) -> Held:
     look.optimizers_and_schedules()
     look.callbacks()
     look.data_sets()
+    look.functions()
+    look.beside_objects()
     look.held.generators |= generators_of_modules()
     return look.held
 
@@ -258,8 +273,10 @@ class _Look:
         self.read = _read_by(trainer)
         self.read_by_workers = _read_by_workers_that_stay(trainer)
         self.samplers = _samplers_of_training(trainer)
-        # Whoever makes a sampler may save what he puts into it.
-        self.is_sampler_saved = any(map(saves_itself, (module, data)))
+        # Who saves something himself may save what he puts into a sampler, or keeps beside objects.
+        self.is_saved_by_users = any(map(saves_itself, (module, data)))
+        # Functions that were found, and are opened when all objects are known that others hold.
+        self.waiting_functions: list[Place] = []
 
     # Where the walk begins
 
@@ -333,6 +350,33 @@ class _Look:
                     self._tell(f"{path}.{attribute}", each, Inside(told=told))
                     waiting.append((f"{path}.{attribute}", each))
 
+    def functions(self) -> None:
+        """What functions keep that the objects hold. Attributes of objects in them are not kept."""
+        inside = Inside(keeps_attributes=False, told=self._told_beside_objects())
+        while self.waiting_functions:
+            found, self.waiting_functions = self.waiting_functions, []
+            places: list[Place] = []
+            for name, function, depth, _ in found:
+                for variable, each in held_by_function(function):
+                    places += self._child(f"{name}.{variable}", each, inside, depth)
+            self._walk(places)
+
+    def beside_objects(self) -> None:
+        """Global variables, attributes of classes, and what functions keep, of the modules in which
+        the user's objects are written.
+        """
+        objects = [*self.held.owners.values(), *self.held.callbacks.values()]
+        objects += [place.value for place in self.seen.values() if id(place.value) in self.read]
+        modules = dict.fromkeys(type(each).__module__ for each in objects)
+        inside = Inside(told=self._told_beside_objects())
+        for name, value in values_beside_objects(["__main__", *modules]):
+            if id(value) not in self.kept:
+                is_list = isinstance(value, list | deque)
+                self._tell(name, Length(len(value)) if is_list else value, inside)
+
+    def _told_beside_objects(self) -> Told:
+        return NOTHING if self.is_saved_by_users else BESIDE_OBJECTS
+
     # How it goes on
 
     def _walk(self, places: Iterable[Place]) -> None:
@@ -349,6 +393,9 @@ class _Look:
         if isinstance(value, GENERATORS):
             if draws_from_a_state(value):
                 self.held.generators[name] = value
+            return []
+        if isinstance(value, KEEPING_FUNCTIONS):
+            self.waiting_functions.append(place)
             return []
         if id(value) in self.seen_to:
             return []
@@ -395,7 +442,7 @@ class _Look:
             if type(value) in IMMUTABLE or (only_singles and is_row_of_numbers(value, tuple)):
                 if value is not None or not only_singles:
                     attributes[path] = value
-            elif isinstance(value, FUNCTIONS) or (only_singles and is_row_of_numbers(value, list)):
+            elif only_singles and is_row_of_numbers(value, list):
                 continue
             elif is_single(value) or (not only_singles and is_plain(value)):
                 if is_object(value):
@@ -425,7 +472,8 @@ class _Look:
 
     def _child(self, name: str, value: Any, inside: Inside, depth: int) -> list[Place]:
         """A value that nobody keeps here as it is: what it holds may be kept."""
-        if isinstance(value, FUNCTIONS) or id(value) in self.kept:
+        is_closed = isinstance(value, FUNCTIONS) and not isinstance(value, KEEPING_FUNCTIONS)
+        if is_closed or id(value) in self.kept:
             return []
         is_leaf = isinstance(value, (*LEAVES, Enum, np.ndarray)) or is_iterator(value)
         is_leaf = is_leaf or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
@@ -493,7 +541,7 @@ class _Look:
     def _told_of_data(self, value: Any) -> Told:
         """What is told of a data set or a sampler that the Trainer reads."""
         if is_without_a_state(value):
-            return NOTHING if self.is_sampler_saved else OF_SAMPLERS
+            return NOTHING if self.is_saved_by_users else OF_SAMPLERS
         if not is_asked_by_key(value):
             return NOTHING
         return OF_WORKERS if id(value) in self.read_by_workers else OF_DATA

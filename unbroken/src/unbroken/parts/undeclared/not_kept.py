@@ -147,7 +147,7 @@ class NotKept:
         if name in self._fresh:
             return bool(self._fresh[name] != now)
         # Lightning makes empty hyperparameters where it saves some.
-        return now is not None and each.value != Length(0)
+        return each.told.of_new and now is not None and each.value != Length(0)
 
 
 def line_of(held: Held, first: Unkept, *others: Unkept) -> str:
