@@ -177,6 +177,18 @@ class DrawsFromItsOwn(Plain):
         return self.weigh(float(torch.rand(1, generator=self.noise)))
 
 
+class CountsItself(Plain):
+    """As a class that counts, with the number in the module, as the lines say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def further(self, batch: Any) -> Any:
+        self.count += 1
+        return self.weigh(0.01 * self.count)
+
+
 class Forgets(Averages):
     """Has a state that leaves something out."""
 
@@ -342,11 +354,13 @@ def faults(folder: Path) -> dict[str, Fault]:
     Decaying.make_box = meters.Box
     in_closure = with_module(draws(torch.Generator().manual_seed(1)), "as self.noise, and use that")
     in_closure.moved = DrawsFromItsOwn
+    of_class = with_module(OfTheClass, "as self.count, and use that")
+    of_class.moved = CountsItself
     return {
         "object": with_module(HoldsAnObject, "each.numpy()"),
         "hook_that_is_there": with_module(SavesAlready, "super().on_save_checkpoint(checkpoint)"),
         "object_with_state": with_module(HoldsAMeter, 'for name in ("count",)'),
-        "class_attribute": with_module(OfTheClass, "self.history"),
+        "class_attribute": of_class,
         "generator": in_closure,
         "list": with_callback(Averages, 'return {"losses": self.losses}'),
         "tensor_and_array": with_callback(Kinds, "torch.from_numpy(self.array.copy())"),

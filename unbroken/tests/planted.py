@@ -120,13 +120,13 @@ class Global(Plain):
 
 
 class OfTheClass(Plain):
-    """An attribute of the class."""
+    """A number of the class. A list of it is kept."""
 
-    history: ClassVar[list[float]] = []
+    count: ClassVar[int] = 0
 
     def further(self, batch: Batch) -> Any:
-        self.history.append(1.0)
-        return self.weigh(0.01 * len(self.history))
+        OfTheClass.count += 1
+        return self.weigh(0.01 * OfTheClass.count)
 
 
 class Iterating(Plain):
@@ -353,7 +353,7 @@ PLANTED: dict[str, Planted] = {
     "objects": Planted(Objects, ["1. module.seen changes in training and is not kept"]),
     "closure": Planted(module_with_closure, ["noise changes in training and is not kept"]),
     "global": Planted(Global, ["planted.STEPS_OF_ALL changes in training and is not kept"]),
-    "class": Planted(OfTheClass, ["history changes in training and is not kept"]),
+    "class": Planted(OfTheClass, ["planted.OfTheClass.count changes in training and is not kept"]),
     "iterator": Planted(Iterating, ["1. module.turns"]),
     "c_object": Planted(Hashing, ["a state that cannot be seen", "module.chain (HASH)"]),
     "c_object_of_a_layer": Planted(

@@ -190,12 +190,14 @@ class HeldValues:
             if not is_users(base):
                 continue
             for name, value in vars(base).items():
-                shown = f"{path}.{name}"
+                of_object = f"{path}.{name}"
                 is_hidden = name.startswith("__") or isinstance(value, property)
                 # An object's own attribute stands before its class's.
-                is_own = shown in self._found or f"len({shown})" in self._found
+                is_own = of_object in self._found or f"len({of_object})" in self._found
                 if not is_hidden and not is_own:
-                    self._visit(shown, _unwrapped(value), depth + 1)
+                    # What is set in an object of it would hide it, and change nothing.
+                    of_class = f"{base.__module__}.{base.__qualname__}.{name}"
+                    self._visit(of_class, _unwrapped(value), depth + 1)
 
     def _visit_object(self, path: str, value: Any, depth: int) -> None:
         if isinstance(value, functools.partial):
