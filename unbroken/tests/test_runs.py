@@ -334,6 +334,15 @@ def test_a_run_that_was_resumed_with_other_settings_is_no_further_seed(
     assert "resumed_with" in shown(capsys, root)
 
 
+def test_runs_that_began_with_other_weights_are_not_averaged(root: Path) -> None:
+    for seed, typed in ((3, "--init_weights a.ckpt"), (4, "--init_weights=a.ckpt"), (5, "'")):
+        path = make_run(root, f"slow-{seed}", 0.01, seed) / "config.yaml"
+        command, _, settings = path.read_text().partition("\n")
+        path.write_text(f"{command} {typed}\n{settings}")
+    found = {row["runs"]: row["init_weights"] for row in listed(root, "--seeds")}
+    assert found == {"fast": None, "slow-1 slow-2 slow-5": None, "slow-3 slow-4": "a.ckpt"}
+
+
 def test_runs_that_found_other_data_are_not_averaged(root: Path) -> None:
     of_auto = {"class_path": "numerals.data.MNISTDataModule", "init_args": {"source": "auto"}}
     for seed, source in ((1, "sample"), (2, "mnist"), (3, "mnist")):

@@ -2,10 +2,12 @@
 
 import os
 import re
+import shlex
 import stat
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,8 @@ FOUND_SOURCE = "data_source"
 # The changes that resumes have made, as one setting: so a run that changed on its way is never
 # averaged with runs that had its last settings from the start.
 RESUMED_WITH = "resumed_with"
+# What a run has begun with, which its command alone tells
+INIT_WEIGHTS = "init_weights"
 # How the config.yaml of a run tells of one, such as "# step 20: model.lr: 0.1 → 0.02"
 CHANGE = re.compile(r"# (step \d+: (.+?): .*)")
 # A run's folder has at least one of these files.
@@ -62,8 +66,8 @@ class SavedRun:
         module: The name of the class of its module.
         settings: Its configuration, flat, without where the run lies and what it tells. Classes
             have their whole import path. ``data_source``, where the summary tells it, is what the
-            data were. ``resumed_with``, where a resume changed settings, tells which, and at which
-            step.
+            data were; ``init_weights``, where it was typed, what the run began with.
+            ``resumed_with``, where a resume changed settings, tells which, and at which step.
         classes: The names of those settings that are classes.
         typed: The options of the command that has begun the run, without their dashes.
         summary: What is used of ``summary.json``.
@@ -86,6 +90,9 @@ class SavedRun:
         changes = changes_in(text, not_compared(config))
         if changes:
             self.settings[RESUMED_WITH] = "; ".join(changes)
+        weights = value_in(text, INIT_WEIGHTS)
+        if weights is not None:
+            self.settings[INIT_WEIGHTS] = weights
         if FOUND_SOURCE in self.summary:
             self.settings[FOUND_SOURCE] = self.summary[FOUND_SOURCE]
         self.classes = {
@@ -218,6 +225,23 @@ def options_in(config: str) -> set[str]:
         return set()
     words = [word.partition("=")[0] for word in line.split() if word.startswith("--")]
     return {word.removeprefix("--").removesuffix(CLASS_PATH) for word in words}
+
+
+def value_in(config: str, option: str) -> str | None:
+    """The value of an option, which is given without dashes, in the command that a ``config.yaml``
+    begins with; None where it was not typed.
+    """
+    try:
+        words = shlex.split(config.partition("\n")[0].removeprefix("# "))
+    except ValueError:
+        # Somebody has changed the line.
+        return None
+    found = None
+    for word, next_word in pairwise([*words, ""]):
+        name, is_joined, value = word.partition("=")
+        if name == f"--{option}":
+            found = value if is_joined else next_word
+    return found
 
 
 def changes_in(config: str, left_out: Sequence[str]) -> list[str]:
