@@ -824,5 +824,5 @@ def test_a_profiler_that_does_not_exist_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     line = error_of(capsys, *of("Task", "--profiler", "fast"))
-    assert "the Trainer refuses a flag: " in line
+    assert "the Trainer refuses --profiler fast: " in line
     assert all(f"'{name}'" in line for name in ("simple", "advanced", "pytorch"))

@@ -2,11 +2,12 @@
 cannot work.
 """
 
+import inspect
 import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ COUNTS: dict[str, int | None] = {
 }
 # What a word for an accelerator may mean; others are Lightning's to judge.
 KINDS_OF_DEVICES = {"gpu": ("cuda", "mps"), "cuda": ("cuda",), "mps": ("mps",)}
+# What the Trainer raises for flags that it does not take
+REFUSALS = (MisconfigurationException, ValueError, RuntimeError, TypeError, ImportError)
 PROCESSES_PER_CORE = 4  # more ranks than that on CPU cores only swap
 THREADS_PER_CORE = 4  # more threads than that would wait for each other in every operation
 
@@ -240,8 +243,9 @@ def build_trainer(flags: dict[str, Any], chosen: Chosen | None = None) -> Traine
     saves = any(isinstance(callback, Checkpoint) for callback in as_list(flags["callbacks"]))
     try:
         trainer = Trainer(**flags | {"enable_checkpointing": saves})
-    except (MisconfigurationException, ValueError, RuntimeError, TypeError, ImportError) as error:
-        raise UserError(f"the Trainer refuses a flag: {' '.join(str(error).split())}") from None
+    except REFUSALS as error:
+        named = " with ".join(refused_flags(flags)) or "a flag"
+        raise UserError(f"the Trainer refuses {named}: {' '.join(str(error).split())}") from None
     if not torch.cuda.is_available():
         # Lightning sets 1, and torch's optimizers then open the driver's library at every step: 0.2
         # ms without a GPU.
@@ -262,6 +266,23 @@ def build_trainer(flags: dict[str, Any], chosen: Chosen | None = None) -> Traine
             chosen.values.setdefault("devices", trainer.num_devices)
         keep_threads(chosen, trainer.num_devices * trainer.num_nodes)
     return trainer
+
+
+def refused_flags(flags: dict[str, Any]) -> list[str]:
+    """The flags, as they are typed, without any one of which the Trainer can be made. Lightning's
+    text often names neither the flag nor its value.
+    """
+    found: list[str] = []
+    # A Trainer adds callbacks of its own to the list that it gets.
+    flags = flags | {"callbacks": None, "enable_checkpointing": False}
+    for name, parameter in inspect.signature(Trainer).parameters.items():
+        value = flags.get(name, parameter.default)
+        is_typed = isinstance(value, str | int | float) and value != parameter.default
+        if is_typed and name != "enable_checkpointing":
+            with suppress(*REFUSALS):
+                Trainer(**flags | {name: parameter.default})
+                found.append(f"--{name} {value}")
+    return found
 
 
 def keep_threads(chosen: Chosen, ranks: int) -> None:
