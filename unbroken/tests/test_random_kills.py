@@ -252,7 +252,8 @@ def disturb(
         assert summary(REFERENCE)["test/loss"] == summary(KILLED)["test/loss"]
         assert not list(Path().rglob("*.part"))
     except (AssertionError, KeyError, FileNotFoundError) as error:
-        tally.wrong.append(f"INEXACT: {hits}: {str(error)[:1500]}")
+        said = log.read_text()[-2500:]
+        tally.wrong.append(f"INEXACT: {hits}: {str(error)[:1500]}\nThe last start said: {said}")
 
 
 @pytest.mark.nightly

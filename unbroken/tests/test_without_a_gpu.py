@@ -251,9 +251,9 @@ def save_with_a_fault(
     if is_of_before and rank == 0:
         files._thread.begin(partial(AtomicCheckpointIO().write, {}, folder / "before.ckpt"))
     nothing: dict[str, Any] = {
-        "also": None,
+        "copied_to": None,
         "add_state": dict,
-        "add_left_out": lambda _: None,
+        "add_weights": lambda _: None,
         "flush": lambda: None,
         "when_saved": lambda: None,
     }

@@ -206,7 +206,7 @@ class KeptParts:
             **snapshot.shared,
         }
 
-    def add_left_out(
+    def add_weights_left_out(
         self, trainer: Trainer, snapshot: Snapshot, checkpoint: dict[str, Any]
     ) -> None:
         """Add to a checkpoint what the user's own hooks have left out of its weights. It is the

@@ -141,15 +141,15 @@ class Saving:
         self._chosen = chosen
         self._began = time.monotonic()
         self._last_save = self._began
-        # Saves are due at the multiples of a number of optimizer steps. Up to this step none is due
-        # any more.
-        self._looked_at_step = 0
+        # Saves may be due at the multiples of a number of optimizer steps. This one is that of the
+        # last save, or of the last moment at which nothing was to be saved.
+        self._step_of_last_save = 0
 
     def training_starts(self, trainer: Trainer) -> None:
         """Count the time until the first save from here."""
         self._began = time.monotonic()
         self._last_save = self._began
-        self._looked_at_step = trainer.global_step
+        self._step_of_last_save = trainer.global_step
 
     # What is due
 
@@ -164,7 +164,7 @@ class Saving:
             return
         self._agreement.agree(self._own_request(trainer))
         # Every rank counts the same steps. A batch may have several.
-        steps_are_over = self._interval.is_due_between(self._looked_at_step, trainer.global_step)
+        steps_are_over = self._interval.is_due_between(self._step_of_last_save, trainer.global_step)
         is_due = steps_are_over and self._loading.can_start_inside_epochs
         if is_due and not self._waits_for_disk():
             self._agreement.add_save()
@@ -244,7 +244,7 @@ class Saving:
         """
         stops = self._agreement.is_stop
         is_last = stops or is_end
-        self._looked_at_step = trainer.global_step
+        self._step_of_last_save = trainer.global_step
         save = self._plan(trainer, snapshot)
         if save is not None:
             with self._pauses(trainer):
@@ -299,10 +299,10 @@ class Saving:
             files.write(
                 trainer,
                 target=files.best if save.is_best else files.last,
-                also=files.last if save.is_best and save.can_be_resumed else None,
+                copied_to=files.last if save.is_best and save.can_be_resumed else None,
                 group=self._agreement.group,
                 add_state=partial(self._put_state_into, trainer, save),
-                add_left_out=partial(self._kept.add_left_out, trainer, save.snapshot),
+                add_weights=partial(self._kept.add_weights_left_out, trainer, save.snapshot),
                 flush=self._kept.flush,
                 when_saved=partial(self._note_saved, step),
             )

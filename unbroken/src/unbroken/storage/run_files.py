@@ -60,13 +60,13 @@ class WriteJob:
     Attributes:
         io: Writes it.
         target: The file.
-        also: A second file with the same bytes. None: there is none.
+        copied_to: A second file with the same bytes. None: there is none.
         when_saved: Called when all of it is on the disk.
     """
 
     io: AtomicCheckpointIO
     target: Path
-    also: Path | None
+    copied_to: Path | None
     when_saved: Callable[[], None]
 
 
@@ -128,10 +128,10 @@ class RunFiles:
         trainer: Trainer,
         *,
         target: Path,
-        also: Path | None,
+        copied_to: Path | None,
         group: Any,
         add_state: Callable[[dict[str, Any]], dict[str, Any]],
-        add_left_out: Callable[[dict[str, Any]], None],
+        add_weights: Callable[[dict[str, Any]], None],
         flush: Callable[[], None],
         when_saved: Callable[[], None],
     ) -> None:
@@ -148,12 +148,12 @@ class RunFiles:
             trainer: It has its own CheckpointIO again afterwards. One of the user's class writes
                 neither file.
             target: The file that is written.
-            also: A second file, to which it is copied. None: there is none.
+            copied_to: A second file with the same bytes. None: there is none.
             group: The ranks' group in CPU memory.
             add_state: Puts what a resume needs into Lightning's checkpoint; returns the library's
                 entry of it.
-            add_left_out: Called on rank zero with the checkpoint as the user's own hooks have left
-                it.
+            add_weights: Called on rank zero with the checkpoint as the user's own hooks have left
+                it, to add what they have left out.
             flush: Called on rank zero before the checkpoint is written, to bring to the disk what
                 it refers to. NotWritten: then it is not written.
             when_saved: Called on rank zero when the files are on the disk, in the thread that has
@@ -166,7 +166,7 @@ class RunFiles:
         begun = time.perf_counter()
         theirs = trainer.strategy.checkpoint_io
         io = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
-        job = WriteJob(io, target, also, when_saved)
+        job = WriteJob(io, target, copied_to, when_saved)
         maker = CheckpointMaker(trainer, add_state)
         # Even if the previous save has failed, this one is made: the other ranks wait for it there.
         failure = self._wait_for_previous_save()
@@ -174,7 +174,7 @@ class RunFiles:
         try:
             checkpoint = maker.make(target)
             if checkpoint is not None and failure is None:
-                add_left_out(checkpoint)
+                add_weights(checkpoint)
                 io.make_plain(checkpoint, restored_by_lightning(trainer))
                 self._begin_to_write(job, maker.private, checkpoint, flush)
         except (UserError, NotPlain) as error:
@@ -280,8 +280,8 @@ class RunFiles:
         between repeats the steps to the best.
         """
         try:
-            if job.also is not None:
-                copy_atomically(job.target, job.also)
+            if job.copied_to is not None:
+                copy_atomically(job.target, job.copied_to)
         except NotWritten as error:
             self.trouble.note(str(error))
         else:
