@@ -74,6 +74,20 @@ def test_a_summary_that_is_none_leaves_the_run_unfinished(
     assert choose(Path("checkpoints"), "r", "auto").finished
 
 
+def test_a_run_that_another_process_finishes_while_this_one_starts_is_left_alone(
+    copied: Path, finished: Path
+) -> None:
+    chosen = choose(Path("checkpoints"), "r", "auto")
+    assert not chosen.finished
+    shutil.copy(finished / "summary.json", copied)
+    with pytest.raises(UserError, match="was written by another process while this one started"):
+        chosen.create()
+    again = choose(Path("checkpoints"), "r", "auto")
+    assert again.finished
+    again.create()
+    again.release()
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no named pipes")
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("name", ["run-id.txt", "metrics.csv", "summary.json"])

@@ -72,6 +72,8 @@ class RunFolder:
     # The limit, such as ``max_epochs``, that the checkpoint of a finished run has reached with the
     # settings of now. None: something is left to train.
     reached: str | None = None
+    # What :func:`written` told before it was decided how the run goes on
+    written_before: list[list[int]] = field(default_factory=list)
     # Where the run is copied to; used on rank zero alone
     mirror: Mirror | None = None
     _lock: FileLock | None = None
@@ -96,7 +98,8 @@ class RunFolder:
         """The same run in another folder. The folder that was made for its name is removed."""
         with contextlib.suppress(OSError):
             self.folder.rmdir()
-        return replace(self, folder=Path(folder) / self.name, run_id="", new_parents=0)
+        other = Path(folder) / self.name
+        return replace(self, folder=other, run_id="", new_parents=0, written_before=[])
 
     def create(self) -> None:
         """Make the folder, and lock it. A UserError where that fails, or another process writes
@@ -116,6 +119,13 @@ class RunFolder:
             raise UserError(
                 f"--default_root_dir: {self.folder} cannot be written: {error.strerror}."
             ) from None
+        if self.written_before and written(self.folder) != self.written_before:
+            # It may have finished since: to start as if it had not would undo what it has written.
+            self.release()
+            raise UserError(
+                f"run {self.name} was written by another process while this one started. Type the"
+                " same line again."
+            )
         self._created = is_new
         write_atomically(self.run_id + "\n", self.folder / RUN_ID)
         for stale in self.folder.glob(".*.part"):
@@ -280,6 +290,16 @@ def choose(
     return run
 
 
+def written(folder: Path) -> list[list[int]]:
+    """Of the files that tell how a run starts, those that are there: their inode, size and time."""
+    found = []
+    for name in ("last.ckpt", "best.ckpt", "summary.json"):
+        with contextlib.suppress(OSError):
+            facts = (folder / name).stat()
+            found.append([facts.st_ino, facts.st_size, facts.st_mtime_ns])
+    return found
+
+
 def _choose(
     root: Path, run_name: str | None, ckpt_path: str | None, mirror: Mirror | None
 ) -> RunFolder:
@@ -338,14 +358,16 @@ def _choose_here(root: Path, run_name: str | None, ckpt_path: str | None) -> Run
     home = checkpoint.resolve().parent
     folder = root / run_name if run_name else home
     if home == folder.resolve() and (folder / CONFIG).exists() and read_run_id(folder):
-        return RunFolder(folder, checkpoint, finished=_is_finished(checkpoint))
+        before = written(folder)
+        finished = _is_finished(checkpoint)
+        return RunFolder(folder, checkpoint, finished, written_before=before)
     # The checkpoint is of another run, or of no run: a new run starts from it.
     return replace(_new(root, run_name), checkpoint=checkpoint)
 
 
 def _newest_whole_checkpoint(folder: Path) -> RunFolder:
     """A run that goes on from its last.ckpt, else from its best.ckpt, else starts afresh."""
-    run = RunFolder(folder)
+    run = RunFolder(folder, written_before=written(folder))
     path, skipped = checkpoint_to_resume(folder / "last.ckpt", folder / "best.ckpt")
     run.notes += skipped
     if path is not None:
