@@ -7,14 +7,28 @@ from __future__ import annotations
 import functools
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType, NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 from unbroken.holding.users_modules import is_users_module
 
 # A dictionary there is a cache or a registry more often than a state.
 KINDS = {NoneType, bool, int, float, complex, str, bytes, list, deque}
+
+
+class Places(NamedTuple):
+    """Where a module keeps something beside objects.
+
+    Attributes:
+        variables: Each with its name, whose it is (the module's, or a class's), and its key there.
+        functions: Those that may keep something, with their names.
+        further: The modules that it uses.
+    """
+
+    variables: list[tuple[str, Mapping[str, Any], str]]
+    functions: list[tuple[str, FunctionType]]
+    further: list[str]
 
 
 def values_beside_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
@@ -28,34 +42,45 @@ def values_beside_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
         if name in seen or not is_users_module(name):
             continue
         seen.add(name)
-        for variable, value in list(vars(sys.modules[name]).items()):
-            if type(value) in KINDS:
-                if not variable.startswith("__"):
-                    yield f"{name}.{variable}", value
-            elif isinstance(value, ModuleType):
-                waiting.append(value.__name__)
-            elif isinstance(value, type | FunctionType):
-                if value.__module__ == name:
-                    yield from _values_of(value, f"{name}.{value.__qualname__}")
-                elif value.__module__ not in seen:
-                    waiting.append(str(value.__module__))
+        # A notebook goes on to fill its module. Others are asked at every save, and are as they
+        # were imported.
+        places = _places_in(name) if name == "__main__" else _places_in_imported(name)
+        waiting += places.further
+        found = [(path, owner.get(key)) for path, owner, key in places.variables]
+        for path, function in places.functions:
+            found += [(f"{path}.{key}", value) for key, value in held_by_function(function)]
+        yield from ((path, value) for path, value in found if type(value) in KINDS)
 
 
-def _values_of(value: type | FunctionType, name: str) -> Iterator[tuple[str, Any]]:
-    """The same of a class, with its methods, or of a function."""
-    is_function = isinstance(value, FunctionType)
-    for attribute, each in held_by_function(value) if is_function else list(vars(value).items()):
-        if type(each) in KINDS:
-            if not attribute.startswith("__"):
-                yield f"{name}.{attribute}", each
-        elif type(each) is FunctionType and not is_function and _keeps_something(each):
-            yield from _values_of(each, f"{name}.{attribute}")
+def _places_in(name: str) -> Places:
+    places = Places([], [], [])
+    variables = vars(sys.modules[name])
+    for variable, value in list(variables.items()):
+        if type(value) in KINDS:
+            if not variable.startswith("__"):
+                places.variables.append((f"{name}.{variable}", variables, variable))
+        elif isinstance(value, ModuleType):
+            places.further.append(value.__name__)
+        elif isinstance(value, type | FunctionType):
+            if value.__module__ != name:
+                places.further.append(str(value.__module__))
+            elif isinstance(value, type):
+                _add_class(places, f"{name}.{value.__qualname__}", value)
+            else:
+                places.functions.append((f"{name}.{variable}", value))
+    return places
 
 
-def _keeps_something(function: FunctionType) -> bool:
-    """Whether a function may keep something: few do, and each is asked at every save."""
-    defaults = function.__defaults__ or function.__kwdefaults__
-    return bool(function.__closure__ or defaults or function.__dict__)
+_places_in_imported = functools.cache(_places_in)
+
+
+def _add_class(places: Places, name: str, kind: type) -> None:
+    for attribute, value in list(vars(kind).items()):
+        path = f"{name}.{attribute}"
+        if _may_keep_something(value):
+            places.functions.append((path, value))
+        elif type(value) in KINDS and not attribute.startswith("__"):
+            places.variables.append((path, vars(kind), attribute))
 
 
 def held_by_function(value: Any) -> Iterator[tuple[str, Any]]:
@@ -67,7 +92,7 @@ def held_by_function(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType):
         yield "__self__", value.__self__
         yield "__func__", value.__func__
-    elif isinstance(value, FunctionType) and is_users_module(value.__globals__.get("__name__", "")):
+    elif _may_keep_something(value) and is_users_module(value.__globals__.get("__name__", "")):
         yield from vars(value).items()
         code = value.__code__
         for variable, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
@@ -80,3 +105,11 @@ def held_by_function(value: Any) -> Iterator[tuple[str, Any]]:
         defaults = value.__defaults__ or ()
         yield from zip(names[len(names) - len(defaults) :], defaults, strict=True)
         yield from (value.__kwdefaults__ or {}).items()
+
+
+def _may_keep_something(value: Any) -> bool:
+    """Whether a value is a function that may keep something. Few do."""
+    if not isinstance(value, FunctionType):
+        return False
+    defaults = value.__defaults__ or value.__kwdefaults__
+    return bool(value.__closure__ or defaults or value.__dict__)
