@@ -1688,6 +1688,28 @@ class ClipsAll(Plain):
         nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
+class SetsToZero(torch.optim.Adam):
+    """Sets gradients to 0, as optimizers did before torch 2."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none=False)
+
+
+class UsesALayerAtTimes(Plain):
+    """Its second layer has a gradient in every third step. The steps between move it on."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.further = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.further(batch[0]).mean() if self.batches % 3 == 2 else loss
+
+    def configure_optimizers(self) -> Any:
+        return SetsToZero(self.parameters(), 0.01)
+
+
 @pytest.mark.parametrize("killed_at", [18, *map(nightly, (3, 6))])
 @pytest.mark.parametrize(
     "kind",
@@ -1704,6 +1726,7 @@ class ClipsAll(Plain):
         ChangesALayer,
         KeepsLosses,
         ClipsAll,
+        UsesALayerAtTimes,
     ],
 )
 def test_what_training_makes_shares_or_changes_comes_back(

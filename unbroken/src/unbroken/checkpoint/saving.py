@@ -6,9 +6,11 @@ A run is saved
   are over (interval.py), where a validation has found a new best, or where the run is asked to
   stop. A save by time or steps is put off while the previous one is being written. With loaders
   that cannot start inside an epoch only a new best is saved there;
-- between two epochs (:meth:`Saving.between_epochs`). Where the previous save is so recent that
-  another one would cost too much (interval.py), or is still being written, a state of 16 MiB or
-  more is not saved there, unless it is a new best, or a save or a stop was asked for;
+- between two epochs (:meth:`Saving.between_epochs`). Where the previous save is still being
+  written, or is so recent that another one would cost too much (``Interval.is_too_soon``; only a
+  state that a thread writes, from the third save on), none is made there, unless it is a new best,
+  or a save or a stop was asked for. Before Lightning's extra epoch that updates batch norms for
+  averaged weights, only a new best is saved;
 - inside a validation, where the run is asked to stop: the state is that of the validation's start
   (nothing is saved if the validation has changed weights);
 - after the last epoch (:meth:`Saving.training_ends`).
@@ -17,10 +19,10 @@ At an error nothing is saved.
 
 hooks.py calls these methods. In the order in which it happens:
 
-1. When a batch has ended an optimizer step, the ranks agree on what any of them asks for: to save,
-   or to stop (:meth:`Saving.batch_ends`; stopping/__init__.py has the whole way of a stop). Several
-   ranks know it one step later. A validation or an epoch's end may find a new best; all ranks find
-   it together.
+1. When a batch has ended an optimizer step, the ranks agree on what any of them asks for: to save
+   by the clock, or to stop (:meth:`Saving.batch_ends`; stopping/__init__.py has the whole way of a
+   stop). Several ranks know it one step later. A save by steps all ranks know at once, and a new
+   best, which a validation or an epoch's end may find.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
    :meth:`Saving.save_and_maybe_stop` saves it, if a run can resume from it or it is a new best
@@ -155,7 +157,7 @@ class Saving:
 
     def batch_ends(self, trainer: Trainer, batch_idx: int) -> None:
         """Agree with the other ranks whether to save or stop. They do it before the next batch;
-        several ranks, one batch later.
+        several ranks, one optimizer step later, but for a save by steps.
         """
         automatic = trainer.lightning_module.automatic_optimization
         if automatic and not is_optimizer_step(trainer, batch_idx):
@@ -240,7 +242,7 @@ class Saving:
 
         Raises:
             Stopped: The ranks have agreed to.
-            NotSaved: The disk has not taken the last save of the run, at a second try either.
+            NotSaved: The disk has not taken the last save of the run, even at a second try.
         """
         stops = self._agreement.is_stop
         is_last = stops or is_end

@@ -11,6 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from unbroken import lightning_internals
 from unbroken.lightning_internals import version_of
 from unbroken.parts.part import Part
@@ -32,9 +33,10 @@ ALWAYS_KEPT_BYTES = 2**20
 
 
 class Gradients(Part):
-    """Gradients that were added up but not yet used: between the batches of one step, in manual
-    optimization, where the module's own ``optimizer_zero_grad`` may leave them, or of weights that
-    no optimizer has, and zeroes.
+    """Gradients that the next step still uses: between the batches of one step, in manual
+    optimization, where the module's or an optimizer's own ``zero_grad`` may leave them, and of
+    weights that no optimizer has. Adam passes a weight by that has none, and moves on one whose
+    gradient is 0.
     """
 
     name = "gradients"
@@ -45,18 +47,16 @@ class Gradients(Part):
         are_zeroed = module.automatic_optimization and not is_overridden(
             "optimizer_zero_grad", module
         )
-        if not are_zeroed or is_inside_step(trainer):
-            # Nobody knows where the steps of manual optimization end, or what the module zeroes.
-            weights = weights_by_name(trainer)
-            zeroed: set[int] = set()
-        else:
-            weights = dict(module.named_parameters())
-            groups = [group for each in trainer.optimizers for group in each.param_groups]
-            zeroed = {id(parameter) for group in groups for parameter in group["params"]}
+        removed: set[int] = set()
+        # Nobody knows where the steps of manual optimization end, or what the module zeroes.
+        if are_zeroed and not is_inside_step(trainer):
+            optimizers = filter(removes_gradients, trainer.optimizers)
+            groups = [group for each in optimizers for group in each.param_groups]
+            removed = {id(parameter) for group in groups for parameter in group["params"]}
         return {
             name: parameter.grad.cpu()
-            for name, parameter in weights.items()
-            if parameter.grad is not None and id(parameter) not in zeroed
+            for name, parameter in weights_by_name(trainer).items()
+            if parameter.grad is not None and id(parameter) not in removed
         }
 
     def give_back(self, trainer: Trainer, value: dict[str, Tensor]) -> None:
@@ -76,6 +76,12 @@ def weights_by_name(trainer: Trainer) -> dict[str, Tensor]:
             if id(weight) not in known:
                 weights[f"optimizers.{number}.{place}"] = weight
     return weights
+
+
+def removes_gradients(optimizer: Optimizer) -> bool:
+    """Whether an optimizer's ``zero_grad`` leaves no gradient. One of its own may set it to 0."""
+    is_own = "zero_grad" in vars(optimizer)
+    return not is_own and type(optimizer).zero_grad is Optimizer.zero_grad
 
 
 def is_inside_step(trainer: Trainer) -> bool:

@@ -271,7 +271,7 @@ def finish(trainer: Trainer, result: RunResult) -> None:
                     result.series = read_series(part.path, result.summary.epochs)
                     result.epochs = read_epochs(part.path, result.summary.epochs)
     finally:
-        # The other ranks are there, whatever the disk does.
+        # Whatever the disk does: the other ranks of a run that has finished ask for them together.
         add_all_facts(trainer, result)
     if trainer.is_global_zero:
         leave_everything(trainer, result)

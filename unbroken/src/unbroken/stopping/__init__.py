@@ -15,9 +15,10 @@ place in the queue. Lightning's own handlers of SIGTERM and of SLURM's signal ar
    travel with that question, and are read when the batch is done.)
 3. When Lightning hands the next batch to the step, our patch of ``Precision.convert_input``
    (seams.py) calls ``Saving.before_batch`` first: it saves the run, and rank zero writes
-   ``last.ckpt``. After an epoch's last batch the next epoch's start does so, or the training's end.
-   With a loader that cannot start inside an epoch, which a line tells before training, that file
-   stays the one of the last epoch's end.
+   ``last.ckpt``. (For a step that takes ``dataloader_iter``, ``on_train_batch_start`` calls it.)
+   After an epoch's last batch the next epoch's start does so, or the training's end. With a loader
+   that cannot start inside an epoch, which a line tells before training, that file stays the one of
+   the last epoch's end; in the first epoch there is none.
 4. ``Ending.stop`` (checkpoint/ending.py) raises an exception on every rank. Nobody needs to catch
    it: it is a SystemExit with the exit code.
 
@@ -26,26 +27,29 @@ place in the queue. Lightning's own handlers of SIGTERM and of SLURM's signal ar
      SIGTERMException, so code that catches either one works.
    - SLURM's signal: the job is queued again, then the same as at SIGTERM.
    - If a script's own handler has raised an exception, that one is raised instead.
+   - If the disk has not taken the last save, NotSaved is raised before any of these: 1.
 
-5. Lightning tears down, and the ranks end in any order: its observer, which would kill rank zero
-   where another rank has ended with an error, knows of none any more (``release_child_processes``).
-   In a command rank zero ends last, because it still writes the report and waits for the mirror.
-   torchrun itself ends with 1, whatever its ranks end with.
+5. Lightning tears down, and the ranks end in any order. Lightning's observer thread would kill rank
+   zero where another rank has ended with an error, so it is made to forget them
+   (``release_child_processes``). In a command rank zero ends last, because it still writes the
+   report, which asks no other rank, and waits for the mirror. torchrun itself ends with 1, whatever
+   its ranks end with.
 
 Inside a validation or a test the ranks agree after each batch, where all of them are known to have
 equally many; elsewhere the stop waits for its end. What is cut is given up: the state at the
-validation's start is saved (checkpoint/validation.py), and a resumed run begins it again.
+validation's start is saved, unless the validation has changed weights (checkpoint/validation.py),
+and a resumed run begins it again.
 
 What a second signal does, by when it comes (the first and the second may each be any stop signal;
 signals.py has the phases):
 
 | it comes | a command of one rank | a command of several ranks | a script |
 | --- | --- | --- | --- |
-| in the imports (IMPORTS) | the first has ended it | the first has ended it | - |
+| in the imports (IMPORTS) | the first has ended it | the same | - |
 | in the start (STARTS) | is ignored: the first is ending it | the same | the same |
 | in training or test (RUNS) | is ignored | is ignored | is ignored |
 | while the report is written | report and summary are given up (SAVED) | is ignored (RUNS) | - |
-| when all is done (ENDS) | ends it at once | ends that rank at once | is its own |
+| when all is done (ENDS) | ends it at once | ends that rank at once | is the script's |
 
 "Ignored" is: it shortens nothing, and what hangs still hangs; SIGKILL alone ends such a run.
 (torchrun sends that itself, 30 s after it was asked to stop; ``--shutdown-timeout`` makes it more.)
@@ -53,11 +57,12 @@ The handlers that a script has set itself are called all the same.
 
 A script has its handlers back in ``Hooks.on_exception``, after the save of a stop or at an error,
 and else in the callback's ``teardown``. A signal after that is not ours: Ctrl-C then raises
-KeyboardInterrupt, even while ``Stopped`` is on its way. Before the callback's ``setup`` a signal is
-not ours either, and in the start of a script no thread ends what hangs.
+KeyboardInterrupt, even while ``Stopped`` is on its way, and SIGTERM ends the process. Before the
+callback's ``setup`` a signal is not ours either, and in the start of a script no thread ends what
+hangs. All this holds for each rank of a script.
 
-A *first* signal that comes late: while a command of one rank writes its report, it gives up the
-rest and ends with 130 or 143. With several ranks, and between the last batch of the test and the
-report, nothing is left to stop: the command ends with 0. In a script the training is complete and
-saved by then, and ``teardown`` raises ``Stopped`` (``Ending.stop_if_asked_late``).
+A *first* signal that comes late: while a command of one rank writes its report, the command gives
+up the rest and ends with 130 or 143. With several ranks, and between the last batch of the test and
+the report, nothing is left to stop: the command ends with 0. In a script the training is complete
+and saved by then, and ``teardown`` raises ``Stopped`` (``Ending.stop_if_asked_late``).
 """

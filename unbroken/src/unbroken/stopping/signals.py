@@ -18,23 +18,24 @@ one lives.
 ``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase
 from the Trainer's setup on: the run stops before its next batch, and its job is queued again.
 In RUNS no number of signals ends the process, whatever hangs, such as a disk; SIGKILL does.
-A rank that was started by another process and outlives it (:func:`end_with_parent`) is asked to
-stop in the same way. In RUNS it ends when it meets the others, who are not there.
+A rank of a command gets SIGTERM from Linux when the process that has started it dies
+(:func:`end_with_parent`). If other ranks have died, too, its next exchange with them fails and ends
+it; nothing is saved then.
 
-Before training has begun there is nothing to save. In a command, where a library does not let a
-signal through, a thread ends the process 1.5 s later (:func:`watch`), or twice as long in a rank
-that another one has started. Before rank zero ends itself, it kills the ranks that it has started,
-since they would fail without it.
+Before training has begun there is nothing to save. In a command a thread ends the process if the
+start is not over 1.5 s after the signal, whatever it does then, such as to wait in a library
+(:func:`watch`); a rank that another one has started has twice as long. Before rank zero ends
+itself, it kills the ranks that it has started, since they would fail without it.
 
-The first signal of a process says how it ends (in ENDS the one that comes); of several ranks, the
+The first signal of a process says how it ends (in ENDS the newest); of several ranks, the
 largest request (agreement.py). A script's own handlers are called at every signal. In RUNS the
 last exception that they raise ends the run instead of ``Stopped``, when the step is saved; at other
 times it is raised at once.
 
 A command with one rank is SAVED when its test is done, or when Lightning has ended a run that was
-stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up report and summary, and
-the mirror gets what is left of 8 s since the first signal. With several ranks it stays in RUNS
-although training is over, since all of them must end together.
+stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up report and summary. The
+mirror has what is left of 8 s since the first signal, and no time if that was the second one. With
+several ranks it stays in RUNS although training is over, since all of them must end together.
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """

@@ -12,9 +12,9 @@ What may come between, and what follows (checkpoint/saving.py says when a run is
   save, before the last: until then both files stay the ones before. Where there is no memory for
   it, a line says that the best stays an older one, and a resume looks for the best anew.
 - The disk takes a best, and not its copy as last. A line says so, and the next save tries again.
-- The disk does not take the last save of a run, at a second try either, or there is nothing to try
-  again because the run cannot start inside its epoch. The run ends with NotSaved; a resume starts
-  from the last before.
+- The disk does not take the last save of a run, even at a second try (there is none where the run
+  stops inside an epoch in which its loader cannot start). The run ends with NotSaved; a resume
+  starts from the last before.
 - No file can hold the state. The run ends with one line, on all ranks; the files stay the ones
   before.
 - The thread that writes has an error of another kind, or the first file cannot be read back. Rank
@@ -390,7 +390,9 @@ class Costs:
 
     @property
     def usual_seconds(self) -> float:
-        """What a save takes, once two have taken as long: a disk may have slowed down one."""
+        """The shorter of the last two saves, because a disk may have slowed down one; 0 before the
+        second.
+        """
         return min(self.last_seconds, self.seconds_before)
 
 
