@@ -19,15 +19,18 @@ d. Lightning calls the samplers' ``set_epoch``, in which they may draw. So gener
 
 A run that is killed inside an epoch and resumed ends with the same bits as one that is not, if
 
-- the operations give the same bits when they are computed again: on a GPU that needs
+- the operations give the same bits when they are computed again, also as the first ones of a
+  process (where ``torch.compile`` may choose others for shapes that change): on a GPU that needs
   ``--deterministic true``; the machine, the versions of torch and CUDA, the number of threads and
-  of ranks are the same;
-- a sample is a function of its key, the epoch, and the random numbers drawn for it;
+  of ranks are the same, and a process uses one device;
+- samples and batches are functions of their keys, the epoch, and the random numbers drawn for them,
+  and the same functions in every process;
 - the order of a sampler of one's own follows from torch's, NumPy's or Python's global generators,
   from generators in its attributes, from ``set_epoch`` or from its ``state_dict``;
-- whatever else changes in training lies where the walk over the user's objects finds it (step 6);
-- ``configure_optimizers`` changes no weights, and ``training_step`` reads no gradients of the step
-  before;
+- the walk over the user's objects finds whatever else changes in training, and can keep it (step
+  6); no two tensors of that share memory since training has begun;
+- ``configure_optimizers`` changes no weights, and nothing reads the gradients of a step behind its
+  end;
 - nothing is used that checkpoint/not_exact.py or docs/how_it_works.md names, such as DDP on three
   or more ranks, which adds gradients up in another order in its first step.
 
@@ -40,36 +43,42 @@ Why that is so, step by step. Of the epoch, k batches were done at the save:
 2. A save comes between two batches: when Lightning hands batch k to the step, and before any hook
    of it, ``on_before_batch_transfer`` included (``Hooks._before_batch``; saving.py, item 2). The
    batch before is done with its logging and its validation. Batch k is fetched already; step 5
-   shows that fetching it again is harmless. All parts and Lightning's own entries are taken there,
-   and nothing is computed in between. Gradients that the next step still uses are a part
-   (``Gradients``): those of a step that is not complete, and of weights that no optimizer zeroes.
-   A save draws no random number that the training would draw, and begins no loader
-   (``KeptParts.without_a_trace``); what the user's own hooks of a save change, such as a count of
-   saves, is up to him. The file is whole, or is the one before (``written_atomically`` in
-   storage/files.py).
-3. The loops begin with batch k. A checkpoint's counters never show a batch as half done
-   (``clean_counters`` in parts/loops.py); their number of completed batches is k (``Resume.of``).
-   A plain Trainer would begin with the end of batch k - 1 where a validation was due behind it, and
-   count its step twice. So the checkpoint has one step less there, which suits a plain Trainer, and
-   ``prepare_resumed_epoch`` (lightning_internals.py) adds it and begins with batch k.
+   shows that fetching it again is harmless. All ranks save before the same batch
+   (stopping/agreement.py). All parts and Lightning's own entries are taken there, as copies or
+   written at once, and nothing is computed in between. Gradients that the next step still uses are
+   a part (``Gradients``): those of a step that is not complete, of weights that no optimizer has,
+   and those that a ``zero_grad`` of one's own sets to 0. A save draws no random number that the
+   training would draw, and begins no loader (``KeptParts.without_a_trace``); what the user's own
+   hooks of a save change, such as a count of saves, is up to him. The file is whole, or is the one
+   before (``written_atomically`` in storage/files.py).
+3. The loops begin with batch k. A checkpoint's counters never show a batch as half done, nor batch
+   k as fetched or as the last (``clean_counters`` in parts/loops.py); their number of completed
+   batches is k (``Resume.of``). A plain Trainer would begin with the end of batch k - 1 where a
+   validation was due behind it, and count once more that it has stepped. So the checkpoint has one
+   less of these, which suits a plain Trainer, and ``prepare_resumed_epoch``
+   (lightning_internals.py) adds it and begins with batch k. A stop inside a validation saves the
+   state at its start (validation.py); the resumed run begins with that validation, from its first
+   batch.
 4. The order of samples is drawn again, from the checkpoint's seed and the epoch
    (:meth:`Restoring._take_seeds_of`, ``ExactBatches._order`` in loading/batches.py) and from what
-   the sampler held as the pass began, such as weights, generators, or its state. Its first k
-   batches are left out. (With several loaders each counts in its own pass:
-   ``LoaderPosition.state_to_start_after``.)
-5. What is drawn while batch k is loaded is the same: it comes from (seed, rank, epoch, k), and a
-   fetch leaves all other generators as it found them (loading/fetch.py). That a sample depends on
-   nothing else is tried with a few samples before training, on Linux (loading/repeating.py).
-   Streams and loaders of one's own draw from the state that was kept of them after every batch, or
-   they resume between epochs alone (loading/__init__.py, its step 3).
+   the sampler held as the pass began, such as weights, generators, or its state. All of it is drawn
+   then; what changes later counts from the next pass. Its first k batches are left out. (With
+   several loaders each counts in its own pass: ``LoaderPosition.state_to_start_after``.)
+5. What is drawn while batch k is loaded is the same: all generators, those that the data set and
+   the collate function hold among them, are seeded for it by (seed, rank, epoch, k). Those that the
+   training draws from as well are as before when it is loaded; so they are when a pass begins
+   (loading/fetch.py). That a sample depends on nothing else is tried with a few samples before
+   training, on Linux (loading/repeating.py). Streams and loaders of one's own begin with the state
+   that they had after batch k - 1, or they resume between epochs alone (loading/__init__.py, its
+   step 3).
 6. What else steps and hooks have changed since the start is in the checkpoint, if the walk over the
    user's objects (parts/held.py) reaches it: in Lightning's own entries, or in a part (kept.py has
    the list, docs/how_it_works.md of the repository what each is for). What it reaches and cannot
    keep is told as it changes (parts/undeclared/not_kept.py), and so are numbers, texts and lists in
-   functions, attributes of classes and global variables (holding/beside_objects.py). It reads no
-   dictionaries there, and no tensors that a package's layer keeps beside its buffers. What training
-   has made to share memory comes back as separate copies. The generators come last of the parts in
-   memory, since giving back any other part may draw.
+   functions, attributes of classes and global variables (holding/beside_objects.py). Dictionaries
+   in those are not read, nor tensors that a package's layer keeps beside its buffers. Generators in
+   global variables are kept. What training has made to share memory comes back as separate copies.
+   The generators come last of the parts in memory, since giving back any other part may draw.
 7. Hooks that the resumed process calls again change no saved value in the end. ``setup`` and
    ``configure_model`` run before the checkpoint is loaded, so it wins. ``configure_optimizers``
    runs after the weights are loaded and before the states of optimizers. ``on_fit_start``,
@@ -220,8 +229,7 @@ class Restoring:
                 "that checkpoint is inside an epoch, and its data cannot be started there: the"
                 " resume is not exact."
             )
-        # Lightning tells from the loader's names that it cannot be resumed, and advises what is not
-        # needed here.
+        # Lightning finds no ``state_dict`` of the loader, and advises what is not needed here.
         advice = "You're resuming from a checkpoint that ended before the epoch ended"
         warnings.filterwarnings("ignore", advice)
         resume = Resume.of(checkpoint, trainer, self._changed)
@@ -526,7 +534,8 @@ class Restoring:
 
     def epoch_ends(self, trainer: Trainer) -> None:
         """Let the next epoch begin like any other, also after one in whose last validation the run
-        was resumed.
+        was resumed. Lightning steps the schedules of an epoch after this, and would leave out those
+        of a metric in a resumed one.
         """
         self._kept.settings.take_step_off(trainer)
         self._resume = None
