@@ -291,6 +291,19 @@ def test_seeds_of_one_configuration_are_averaged(root: Path) -> None:
     assert (fast["runs"], fast["test/accuracy"], fast["test/accuracy std"]) == ("fast", 0.94, None)
 
 
+def test_of_many_seeds_the_mean_is_shown_and_the_first_names(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for seed in range(3, 13):
+        make_run(root, f"slow-{seed}", 0.01, seed, 0.1)
+    (line,) = (line for line in shown(capsys, root, "--seeds").splitlines() if "slow-1" in line)
+    assert line.startswith("slow-1 and 11 more ")
+    assert " 0.2350 " in line
+    # A file has them all.
+    assert max(len(row["runs"].split()) for row in listed(root, "--seeds")) == 12
+
+
 def change(folder: Path, summary: dict[str, Any], **config: Any) -> None:
     """Change what the files of a run say."""
     facts = json.loads((folder / "summary.json").read_text())

@@ -8,9 +8,10 @@ from unbroken.commands.runs.saved_run import FOUND_SOURCE, RESUMED_WITH, SavedRu
 from unbroken.tables import Row, columns_of, format_column, is_number, printable
 
 # Characters of a text in the terminal: the first with which all columns fit, or the last. The name
-# of a run is always whole.
+# of a run is always whole; of several runs the first ones are shown.
 LONGEST_TEXTS = (1_000, 96, 64, 48, 36, 24)
-WHOLE = ("name", "runs")
+NAME = "name"
+NAMES = "runs"
 # Of a longer text no more is looked at for it.
 MOST_LOOKED_AT = 1_000
 # Spaces between two columns
@@ -162,9 +163,21 @@ def has_values(rows: Sequence[Row], name: str) -> bool:
 
 def cut(name: str, value: object, longest: int = LONGEST_TEXTS[-1]) -> object:
     """A value of the column ``name`` for the terminal: numbers as they are, long texts cut."""
-    if value is None or isinstance(value, int | float) or name in WHOLE:
+    if value is None or isinstance(value, int | float) or name == NAME:
         return value
+    if name == NAMES:
+        return first_of(str(value).split(" "), longest)
     text = printable(str(value)[:MOST_LOOKED_AT])
     if name == "date":
         return text.partition("-")[2]
     return text if len(text) <= longest else text[: longest - 1] + "…"
+
+
+def first_of(names: Sequence[str], longest: int) -> str:
+    """As many whole names as so many characters hold, at least one, and how many more there are."""
+    for count in range(len(names), 1, -1):
+        shown = " ".join(names[:count])
+        text = shown if count == len(names) else f"{shown} and {len(names) - count} more"
+        if len(text) <= longest:
+            return text
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
