@@ -6,6 +6,7 @@ import copy
 import io
 import itertools
 import random
+import re
 import signal
 import sys
 import time
@@ -1487,6 +1488,48 @@ class ByASchedule(Plain):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class CountsAsAHook:
+    """Is registered as a hook of a layer."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return output * (1 + 0.1 * self.calls)
+
+
+class ByAHookOfALayer(Plain):
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.net.register_forward_hook(CountsAsAHook())
+
+
+class ByAHookOfAWeight(Plain):
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        scale = counting()
+        self.net.weight.register_hook(lambda gradient: gradient * scale())
+
+
+class ByAHookOfAnOptimizer(Plain):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(partial(sets_the_rate, [0]))
+        return optimizer
+
+
+def sets_the_rate(calls: list[int], optimizer: Any, *_: Any) -> None:
+    calls.append(1)
+    optimizer.param_groups[0]["lr"] = 0.1 / len(calls)
+
+
+class ByAnAttributeOfAWeight(Scaled):
+    def scale(self, batch: Any) -> Any:
+        self.net.weight.calls = getattr(self.net.weight, "calls", 0) + 1
+        return self.net.weight.calls
+
+
 class SavesItsGlobalNumber(ByAGlobalNumber):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["number"] = NUMBER
@@ -1503,6 +1546,10 @@ class SavesItsGlobalNumber(ByAGlobalNumber):
         (ByADefault, f"{__name__}.ByADefault.scale.seen"),
         (ByAClosure, "module.called.func.calls"),
         (ByASchedule, "schedules.0.lr_lambdas.0.calls"),
+        (ByAHookOfALayer, "module.net.forward_hooks.0"),
+        (ByAHookOfAWeight, "module.net.weight.backward_hooks.0.scale.calls"),
+        (ByAHookOfAnOptimizer, "optimizers.0.optimizer_step_pre_hooks.0.0"),
+        (ByAnAttributeOfAWeight, "module.net.weight.calls"),
     ],
 )
 def test_what_code_keeps_beside_objects_and_changes_is_told(
@@ -1512,7 +1559,44 @@ def test_what_code_keeps_beside_objects_and_changes_is_told(
     # Nothing else is told, such as what another test has changed.
     assert told(capsys).count(" begins anew with ") == 1
     trained(tmp_path / "again", kind(), max_epochs=1)
-    assert f"begins anew with {name}, which changes in training" in told(capsys)
+    # Torch numbers all hooks of a process.
+    said = re.sub(r"_hooks\.\d+", "_hooks.0", told(capsys))
+    assert f"begins anew with {name}, which changes in training" in said
+
+
+class ChangesHyperparameters(Scaled):
+    def __init__(self, beta: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def scale(self, batch: Any) -> Any:
+        self.hparams["beta"] *= 0.9
+        return self.hparams["beta"]
+
+
+class Settings(dict[str, float]):
+    calls = 0
+
+
+class ByADictionaryOfItsOwn(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings()
+
+    def scale(self, batch: Any) -> Any:
+        self.settings.calls += 1
+        return self.settings.calls
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(ChangesHyperparameters, "module._hparams"), (ByADictionaryOfItsOwn, "module.settings")],
+)
+def test_a_dictionary_of_a_class_is_told_where_it_changes(
+    make: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, make(), max_epochs=1)
+    assert f"{name} changes in training, and a checkpoint does not hold it" in told(capsys)
 
 
 def test_what_code_keeps_beside_objects_is_left_to_who_saves_it(
@@ -1688,6 +1772,63 @@ class ClipsAll(Plain):
         nn.utils.clip_grad_norm_(self.parameters(), 0.1)
 
 
+class AssignsABuffer(Scaled):
+    """Puts other tensors in the place of buffers, as an epoch starts and as training does."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.register_buffer("beta", torch.tensor(0.0))
+        self.register_buffer("mean", torch.tensor(0.0))
+
+    def on_train_start(self) -> None:
+        self.mean = torch.tensor(0.5)
+
+    def on_train_epoch_start(self) -> None:
+        self.beta = self.beta + 0.25
+
+    def scale(self, batch: Any) -> Any:
+        self.mean = 0.9 * self.mean + 0.1 * batch[0].mean()
+        return self.beta + self.mean
+
+
+class Swaps(Plain):
+    """Validates with another layer at the name of the trained one, and is stopped there."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.other = nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.batches += 1
+        return (self.net(batch[0]) * 2 + self.other(batch[0]) + 0.1).pow(2).mean()
+
+    def swap(self) -> None:
+        self.net, self.other = self.other, self.net
+
+    def on_validation_start(self) -> None:
+        self.swap()
+
+    def on_validation_end(self) -> None:
+        self.swap()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.killed_at == self.batches and not self.trainer.sanity_checking:
+            signal.raise_signal(signal.SIGTERM)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.zeros(2, 1)), 1)
+
+
+def test_a_stop_in_a_validation_saves_layers_at_their_own_names(tmp_path: Path) -> None:
+    options = {"val_check_interval": 2}
+    undisturbed = trained(tmp_path / "undisturbed", Swaps(), **options)
+    with pytest.raises(SystemExit):
+        trained(tmp_path / "stopped", Swaps(6), **options)
+    resumed = trained(tmp_path / "stopped", Swaps(), **options)
+    for mine, theirs in zip(resumed.parameters(), undisturbed.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
 class SetsToZero(torch.optim.Adam):
     """Sets gradients to 0, as optimizers did before torch 2."""
 
@@ -1727,6 +1868,7 @@ class UsesALayerAtTimes(Plain):
         KeepsLosses,
         ClipsAll,
         UsesALayerAtTimes,
+        AssignsABuffer,
     ],
 )
 def test_what_training_makes_shares_or_changes_comes_back(

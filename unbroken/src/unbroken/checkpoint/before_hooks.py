@@ -55,10 +55,15 @@ def give_back_all(noted: Iterable[BeforeHooks], trainer: Trainer) -> None:
 class SwappedWeights(BeforeHooks):
     """The parameters and buffers of the module, copied on their device, or in CPU memory where it
     has no room. To be given back where the run ends: hooks may have put other memory in their
-    place, such as averaged weights, and this memory is left alone.
+    place, such as averaged weights, and this memory is left alone. Or they have put other modules
+    or tensors at their names.
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        self.names: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for part in trainer.lightning_module.modules():
+            for kind in ("_modules", "_parameters", "_buffers"):
+                self.names.append((vars(part)[kind], dict(vars(part)[kind])))
         tensors = tensors_of(trainer)
         devices = {tensor.device for tensor in tensors}
         with_room = {device for device in devices if has_room_for(tensors, device)}
@@ -69,6 +74,9 @@ class SwappedWeights(BeforeHooks):
             self.copies.append((tensor, copy))
 
     def give_back(self, trainer: Trainer) -> None:
+        for now, before in self.names:
+            now.clear()
+            now.update(before)
         for tensor, value in self.copies:
             tensor.data = value.to(tensor.device)
 
@@ -85,14 +93,22 @@ def has_room_for(tensors: Sequence[Tensor], device: torch.device) -> bool:
 
 class WeightValues(BeforeHooks):
     """The parameters and buffers of the module, copied to the CPU. The run goes on with the memory
-    that they have.
+    that they have. Buffers that a state dict has are at their names again.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         tensors = tensors_of(trainer)
         self.copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
+        self.buffers: list[tuple[dict[str, Any], str, Tensor]] = []
+        for part in trainer.lightning_module.modules():
+            for name, buffer in part._buffers.items():
+                if buffer is not None and name not in part._non_persistent_buffers_set:
+                    self.buffers.append((part._buffers, name, buffer))
 
     def give_back(self, trainer: Trainer) -> None:
+        for now, name, buffer in self.buffers:
+            if name in now:
+                now[name] = buffer
         with torch.no_grad():
             for tensor, value in self.copies:
                 tensor.copy_(value)

@@ -75,10 +75,11 @@ Why that is so, step by step. Of the epoch, k batches were done at the save:
    user's objects (parts/held.py) reaches it: in Lightning's own entries, or in a part (kept.py has
    the list, docs/how_it_works.md of the repository what each is for). What it reaches and cannot
    keep is told as it changes (parts/undeclared/not_kept.py), and so are numbers, texts and lists in
-   functions, attributes of classes and global variables (holding/beside_objects.py). Dictionaries
-   in those are not read, nor tensors that a package's layer keeps beside its buffers. Generators in
-   global variables are kept. What training has made to share memory comes back as separate copies.
-   The generators come last of the parts in memory, since giving back any other part may draw.
+   hooks, functions, attributes of classes and global variables (holding/beside_objects.py).
+   Dictionaries in those are not read, nor tensors that a package's layer keeps beside its buffers.
+   Generators in global variables are kept. What training has made to share memory comes back as
+   separate copies. The generators come last of the parts in memory, since giving back any other
+   part may draw.
 7. Hooks that the resumed process calls again change no saved value in the end. ``setup`` and
    ``configure_model`` run before the checkpoint is loaded, so it wins. ``configure_optimizers``
    runs after the weights are loaded and before the states of optimizers. ``on_fit_start``,

@@ -71,6 +71,11 @@ MACHINERY = (
 )
 # They may keep something.
 KEEPING_FUNCTIONS = (FunctionType, MethodType, functools.partial)
+# Where layers, weights and optimizers have the hooks that were registered
+HOOKS = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_post_accumulate_grad_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
+)
 # The hooks by which somebody saves what he keeps himself.
 SAVING_HOOKS = ("on_save_checkpoint", "state_dict", "get_extra_state")
 # What these save says nothing of the user's attributes.
@@ -200,13 +205,11 @@ OF_WORKERS = Told(
         " persistent_workers=False all see it."
     ),
 )
-# What functions keep, global variables and attributes of classes. A module that is imported late
-# brings new ones.
+# What functions keep, global variables, and attributes of classes and weights
 BESIDE_OBJECTS = Told(
     OF_CALLBACKS.kinds,
     since="epoch",
     advice="Keep it in an attribute of the module, which a checkpoint holds.",
-    of_new=False,
 )
 OF_SAMPLERS = Told(
     OF_CALLBACKS.kinds,
@@ -242,6 +245,7 @@ def held_by_users(trainer: Trainer) -> Held:
     look.optimizers_and_schedules()
     look.callbacks()
     look.data_sets()
+    look.hooks_and_attributes_of_weights()
     look.functions()
     look.beside_objects()
     look.held.generators |= generators_of_modules()
@@ -350,6 +354,27 @@ class _Look:
                     self._tell(f"{path}.{attribute}", each, Inside(told=told))
                     waiting.append((f"{path}.{attribute}", each))
 
+    def hooks_and_attributes_of_weights(self) -> None:
+        """The hooks that were registered at layers, weights and optimizers, which are opened with
+        the functions; and what the user's code has set in weights.
+        """
+        parts = [(f"module.{path}".rstrip("."), part) for path, part in self.named]
+        weights: list[Any] = list(self.trainer.lightning_module.named_parameters())
+        parts += [(f"module.{path}", weight) for path, weight in weights]
+        optimizers: list[Any] = list(enumerate(self.trainer.optimizers))
+        parts += [(f"optimizers.{number}", each) for number, each in optimizers]
+        inside = Inside(told=self._told_beside_objects())
+        for name, part in parts:
+            for kind in HOOKS:
+                for key, hook in (getattr(part, kind, None) or {}).items():
+                    if isinstance(hook, KEEPING_FUNCTIONS) or is_users_own(type(hook)):
+                        place = Place(f"{name}.{kind.lstrip('_')}.{key}", hook)
+                        self.waiting_functions.append(place)
+            if isinstance(part, nn.Parameter):
+                for attribute, value in vars(part).items():
+                    if not attribute.startswith("_"):
+                        self._tell(f"{name}.{attribute}", value, inside)
+
     def functions(self) -> None:
         """What functions keep that the objects hold. Attributes of objects in them are not kept."""
         inside = Inside(keeps_attributes=False, told=self._told_beside_objects())
@@ -357,6 +382,9 @@ class _Look:
             found, self.waiting_functions = self.waiting_functions, []
             places: list[Place] = []
             for name, function, depth, _ in found:
+                if not isinstance(function, KEEPING_FUNCTIONS):
+                    # An object that is called as a hook
+                    places += self._child(name, function, inside, depth)
                 for variable, each in held_by_function(function):
                     places += self._child(f"{name}.{variable}", each, inside, depth)
             self._walk(places)
@@ -368,7 +396,8 @@ class _Look:
         objects = [*self.held.owners.values(), *self.held.callbacks.values()]
         objects += [place.value for place in self.seen.values() if id(place.value) in self.read]
         modules = dict.fromkeys(type(each).__module__ for each in objects)
-        inside = Inside(told=self._told_beside_objects())
+        # A module that is imported late brings new ones.
+        inside = Inside(told=self._told_beside_objects()._replace(of_new=False))
         for name, value in values_beside_objects(["__main__", *modules]):
             if id(value) not in self.kept:
                 is_list = isinstance(value, list | deque)
@@ -417,8 +446,9 @@ class _Look:
         # The class is asked: an object of a package may answer for names that it does not have.
         if hasattr(type(value), "metric_state") and hasattr(type(value), "load_metric_state"):
             return True
-        is_read = id(value) in self.read
-        return not is_read and type(value).__module__.startswith((*MACHINERY, *NOT_THE_USERS))
+        # Hyperparameters are in a dictionary of Lightning's.
+        is_open = id(value) in self.read or isinstance(value, dict)
+        return not is_open and type(value).__module__.startswith((*MACHINERY, *NOT_THE_USERS))
 
     def _owner(
         self, name: str, owner: Any, inside: Inside, depth: int, only_singles: bool = False
@@ -499,6 +529,9 @@ class _Look:
         places: list[Place] = []
         for key, each in walk.held_by(value):
             places += self._child(f"{name}.{key}", each, inside, depth)
+        if is_users_own(type(value)):
+            for attribute, each in walk.attributes_of(value):
+                places += self._child(f"{name}.{attribute}", each, inside, depth)
         return places
 
     def _hidden_module(self, place: Place) -> list[Place]:

@@ -9,6 +9,7 @@ theirs: with another precision of the run torch's rule holds.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -47,10 +48,12 @@ class StateTypes:
         def put_right(loaded: Optimizer) -> None:
             give_types_back(loaded, waiting.pop())
 
-        self._handles += [
-            optimizer.register_load_state_dict_pre_hook(note),
-            optimizer.register_load_state_dict_post_hook(put_right),
-        ]
+        # One of one's own, around another, may never have called the constructor of torch's class.
+        with suppress(AttributeError):
+            self._handles += [
+                optimizer.register_load_state_dict_pre_hook(note),
+                optimizer.register_load_state_dict_post_hook(put_right),
+            ]
 
     def end(self) -> None:
         """Leave the optimizers alone."""
