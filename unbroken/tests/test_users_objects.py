@@ -1321,6 +1321,7 @@ class MiningByEpochs(Mining):
         sampler.weights = sampler.weights * torch.arange(1.0, 9.0)
 
 
+@pytest.mark.daily(14)
 @pytest.mark.parametrize("killed_at", [2, 6, *map(nightly, (4, 9, 11))])
 @pytest.mark.parametrize(
     "kind",
@@ -1535,6 +1536,7 @@ class SavesItsGlobalNumber(ByAGlobalNumber):
         checkpoint["number"] = NUMBER
 
 
+@pytest.mark.daily(7)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
@@ -1851,6 +1853,7 @@ class UsesALayerAtTimes(Plain):
         return SetsToZero(self.parameters(), 0.01)
 
 
+@pytest.mark.daily(8)
 @pytest.mark.parametrize("killed_at", [18, *map(nightly, (3, 6))])
 @pytest.mark.parametrize(
     "kind",

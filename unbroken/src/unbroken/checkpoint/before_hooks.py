@@ -25,6 +25,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.memory import recursive_detach
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from unbroken.lightning_internals import buffers_left_out
 from unbroken.parts.declared import plain_state
 from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.stopping.ranks import say
@@ -101,9 +102,11 @@ class WeightValues(BeforeHooks):
         self.copies = [(tensor, tensor.detach().to("cpu", copy=True)) for tensor in tensors]
         self.buffers: list[tuple[dict[str, Any], str, Tensor]] = []
         for part in trainer.lightning_module.modules():
-            for name, buffer in part._buffers.items():
-                if buffer is not None and name not in part._non_persistent_buffers_set:
-                    self.buffers.append((part._buffers, name, buffer))
+            left_out = buffers_left_out(part)
+            buffers = vars(part)["_buffers"]
+            for name, buffer in buffers.items():
+                if buffer is not None and name not in left_out:
+                    self.buffers.append((buffers, name, buffer))
 
     def give_back(self, trainer: Trainer) -> None:
         for now, name, buffer in self.buffers:

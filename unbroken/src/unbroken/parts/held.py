@@ -72,10 +72,9 @@ MACHINERY = (
 # They may keep something.
 KEEPING_FUNCTIONS = (FunctionType, MethodType, functools.partial)
 # Where layers, weights and optimizers have the hooks that were registered
-HOOKS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
-    *("_post_accumulate_grad_hooks", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"),
-)
+HOOKS_OF_LAYERS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # The hooks by which somebody saves what he keeps himself.
 SAVING_HOOKS = ("on_save_checkpoint", "state_dict", "get_extra_state")
 # What these save says nothing of the user's attributes.
@@ -358,22 +357,32 @@ class _Look:
         """The hooks that were registered at layers, weights and optimizers, which are opened with
         the functions; and what the user's code has set in weights.
         """
-        parts = [(f"module.{path}".rstrip("."), part) for path, part in self.named]
-        weights: list[Any] = list(self.trainer.lightning_module.named_parameters())
-        parts += [(f"module.{path}", weight) for path, weight in weights]
-        optimizers: list[Any] = list(enumerate(self.trainer.optimizers))
-        parts += [(f"optimizers.{number}", each) for number, each in optimizers]
         inside = Inside(told=self._told_beside_objects())
-        for name, part in parts:
-            for kind in HOOKS:
-                for key, hook in (getattr(part, kind, None) or {}).items():
-                    if isinstance(hook, KEEPING_FUNCTIONS) or is_users_own(type(hook)):
-                        place = Place(f"{name}.{kind.lstrip('_')}.{key}", hook)
-                        self.waiting_functions.append(place)
-            if isinstance(part, nn.Parameter):
-                for attribute, value in vars(part).items():
+        for path, part in self.named:
+            name = f"module.{path}".rstrip(".")
+            attributes = vars(part)
+            self._hooks(name, [(kind, attributes.get(kind)) for kind in HOOKS_OF_LAYERS])
+            for parameter, weight in attributes["_parameters"].items():
+                if weight is None:
+                    continue
+                path_of_weight = f"{name}.{parameter}"
+                hooks = [(kind, getattr(weight, kind)) for kind in HOOKS_OF_WEIGHTS]
+                self._hooks(path_of_weight, hooks)
+                for attribute, value in vars(weight).items():
                     if not attribute.startswith("_"):
-                        self._tell(f"{name}.{attribute}", value, inside)
+                        self._tell(f"{path_of_weight}.{attribute}", value, inside)
+        for number, optimizer in enumerate(self.trainer.optimizers):
+            kinds = [(kind, getattr(optimizer, kind, None)) for kind in HOOKS_OF_OPTIMIZERS]
+            self._hooks(f"optimizers.{number}", kinds)
+
+    def _hooks(self, name: str, kinds: Iterable[tuple[str, Any]]) -> None:
+        for kind, hooks in kinds:
+            if not hooks:
+                continue
+            for key, hook in hooks.items():
+                if isinstance(hook, KEEPING_FUNCTIONS) or is_users_own(type(hook)):
+                    place = Place(f"{name}.{kind.lstrip('_')}.{key}", hook)
+                    self.waiting_functions.append(place)
 
     def functions(self) -> None:
         """What functions keep that the objects hold. Attributes of objects in them are not kept."""
