@@ -47,6 +47,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.nightly
 def test_five_resumes_train_in_the_precision_that_was_measured_first(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,6 +79,7 @@ class Dies(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_a_rank_that_dies_as_a_checkpoint_is_loaded_does_not_make_it_a_wrong_one(
     workplace: Path,
 ) -> None:

@@ -359,6 +359,7 @@ def test_a_config_in_which_a_few_aliases_name_very_much_is_refused_at_once(
         get_loader("yaml")(text)
 
 
+@pytest.mark.nightly
 def test_a_long_yaml_text_with_a_star_has_no_aliases() -> None:
     assert len(load_yaml("a: '*.png'\nb: [" + "1, " * 100_001 + "]")["b"]) == 100_001
 

@@ -925,6 +925,7 @@ class ReadsOneThatBegins(Regression):
         return BeginsAsItIsAsked()
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_steps": 13}], ids=["whole", "cut"])
 @pytest.mark.parametrize(
     ("make", "further"),

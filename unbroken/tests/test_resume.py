@@ -154,6 +154,7 @@ def test_a_checkpoint_of_a_version_that_kept_less_goes_on(workplace: Path) -> No
     assert summary(path.parent)["epochs"] == 2
 
 
+@pytest.mark.nightly
 def test_two_ranks_with_workers_that_are_killed_go_on_bit_identically(workplace: Path) -> None:
     arguments = [
         *SMALL,

@@ -820,6 +820,7 @@ OF_EVERY_DAY = [
 ]
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("schedule", "dies_in"),
     [

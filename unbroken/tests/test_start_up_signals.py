@@ -225,6 +225,7 @@ runpy.run_module("numerals.fit", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.nightly
 def test_a_start_that_hangs_before_its_trainer_is_made_leaves_no_folder(workplace: Path) -> None:
     log = workplace / "log.txt"
     words = [sys.executable, "-c", HANGS_AS_IT_STARTS, *SMALL, "--max_epochs", "1"]

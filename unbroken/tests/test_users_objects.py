@@ -1321,7 +1321,7 @@ class MiningByEpochs(Mining):
         sampler.weights = sampler.weights * torch.arange(1.0, 9.0)
 
 
-@pytest.mark.daily(14)
+@pytest.mark.daily(9)
 @pytest.mark.parametrize("killed_at", [2, 6, *map(nightly, (4, 9, 11))])
 @pytest.mark.parametrize(
     "kind",
@@ -1853,7 +1853,7 @@ class UsesALayerAtTimes(Plain):
         return SetsToZero(self.parameters(), 0.01)
 
 
-@pytest.mark.daily(8)
+@pytest.mark.daily(5)
 @pytest.mark.parametrize("killed_at", [18, *map(nightly, (3, 6))])
 @pytest.mark.parametrize(
     "kind",
@@ -2018,6 +2018,7 @@ class DrawsFromTheScripts(Plain):
         return DataLoader(NoisyRows(), 2, num_workers=self.workers)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("killed_at", [4, 6])
 def test_a_generator_in_a_global_variable_of_the_users_own_files_is_kept(

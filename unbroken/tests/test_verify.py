@@ -67,6 +67,7 @@ def test_an_attribute_that_changes_no_result_is_named_in_a_warning() -> None:
     assert 'return {"waited": self.waited}' in text
 
 
+@pytest.mark.nightly
 def test_two_undisturbed_runs_that_differ_are_said_first() -> None:
     text = failure_of(Unseeded)
     assert text.startswith("not deterministic: two undisturbed runs differ")
@@ -95,6 +96,7 @@ def test_the_command_is_silent_but_for_a_line_and_leaves_no_run(workplace: Path)
     assert (workplace / "verify.txt").read_text(encoding="utf-8").startswith(line)
 
 
+@pytest.mark.nightly
 def test_the_command_ends_with_1_and_a_table_where_a_run_differs(workplace: Path) -> None:
     flags = ["--model", "tests.planted.Objects", "--data", "null", "--accelerator", "cpu"]
     done = run("verify", *flags, "--steps", "9", "--kills", "1")
