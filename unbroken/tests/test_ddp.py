@@ -5,9 +5,6 @@ restarts by itself.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +22,8 @@ from tests.commands import (
     WHOLE_NETWORK,
     checkpoint,
     finished_run,
-    kill_group,
     rows,
     run_ranks,
-    start_ranks,
     summary,
     two_rank_run,
 )
@@ -66,42 +61,6 @@ def test_ranks_that_count_at_different_steps_do_not_wait_for_each_other(workplac
         == 0
     )
     assert any("train/loss" in row for row in rows(Path("checkpoints/part")))
-
-
-class Dies(Callback):
-    """Kills rank one as it loads a checkpoint in a stage."""
-
-    def __init__(self, stage: str) -> None:
-        self.stage = stage
-
-    def on_load_checkpoint(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.state.fn == self.stage and trainer.global_rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.nightly
-def test_a_rank_that_dies_as_a_checkpoint_is_loaded_does_not_make_it_a_wrong_one(
-    workplace: Path,
-) -> None:
-    words = ["fit", *SMALL, "--max_epochs", "1", "--run_name", "r", "--ckpt_path", "auto"]
-    words += ["--trainer.callbacks", "tests.test_ddp.Dies", "--trainer.callbacks.stage"]
-    # Rank zero went on without a test, as if best.ckpt did not fit its module.
-    assert end_of_rank_zero(*words, "test") == 1
-    assert not Path("checkpoints/r/summary.json").exists()
-    # It ended with 2, and advised to give another checkpoint.
-    assert end_of_rank_zero(*words, "fit", "--max_epochs", "2") == 1
-
-
-def end_of_rank_zero(*words: str) -> int:
-    """The exit code of rank zero, whom nobody ends where rank one has died."""
-    with tempfile.TemporaryFile() as log:
-        ranks, store = start_ranks(*words, files=(log, log))
-        try:
-            return ranks[0].wait(timeout=60)
-        finally:
-            for rank in ranks:
-                kill_group(rank)
-            del store
 
 
 class WriteBuffers(Callback):

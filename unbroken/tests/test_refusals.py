@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, get_worker_info
 from unbroken.cli import shown_warnings, start
-from unbroken.cli.refusals import refusals_as_errors
+from unbroken.cli.refusals import EXCHANGES, RESTORING, refusals_as_errors
 from unbroken.cli.start import exit_code
 from unbroken.errors import UserError
 
@@ -48,7 +48,7 @@ class Dies:
 KILLED_WORKER = """
 import sys
 from torch.utils.data import DataLoader
-from unbroken.cli.refusals import refusals_as_errors
+from unbroken.cli.refusals import EXCHANGES, RESTORING, refusals_as_errors
 from unbroken.cli.start import exit_code
 from tests.test_refusals import Dies
 
@@ -200,7 +200,7 @@ class CannotBeSent:
 UNSENT_BATCH = """
 import sys
 from torch.utils.data import DataLoader
-from unbroken.cli.refusals import refusals_as_errors
+from unbroken.cli.refusals import EXCHANGES, RESTORING, refusals_as_errors
 from unbroken.cli.start import exit_code
 from unbroken.loading import exact_form
 from tests.test_refusals import CannotBeSent
@@ -382,3 +382,25 @@ def test_our_own_warning_may_have_several_lines_and_each_is_shown_once(
         warnings.showwarning("one\ntwo", UserWarning, "/elsewhere.py", 1)
         warnings.showwarning("one\ntwo", UserWarning, "/elsewhere.py", 2)  # not shown again
     assert capsys.readouterr().err == "warning: one\ntwo\nwarning: one two\n"
+
+
+def raised_in(module: str, further: Any = None) -> Any:
+    """A function of a module of this name, which calls another one, or raises what ranks raise
+    where one of them has died.
+    """
+    code = "def function():\n    further()\n"
+    if further is None:
+        code = "def function():\n    raise RuntimeError('Connection closed by peer')\n"
+    variables: dict[str, Any] = {"__name__": module, "further": further}
+    exec(code, variables)
+    return variables["function"]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, UserError])
+def test_an_exchange_of_ranks_that_fails_says_nothing_of_a_checkpoint(
+    kind: type[Exception],
+) -> None:
+    # An error of a weight's shape is one of the checkpoint, wherever it is loaded.
+    where = EXCHANGES if kind is RuntimeError else "torch.nn.modules.module"
+    with pytest.raises(kind), refusals_as_errors(Path("last.ckpt"), lambda: False):
+        raised_in(RESTORING, raised_in(where))()

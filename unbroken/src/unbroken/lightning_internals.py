@@ -42,6 +42,12 @@ from unbroken.errors import UserError
 from unbroken.tensors.same_values import is_ordinary, is_same
 from unbroken.tensors.unsized import CANNOT_BE_AVERAGED, has_lazy_layers
 
+# Where layers, weights and optimizers have the hooks that were registered. Public way missing: none
+# tells which there are.
+HOOKS_OF_LAYERS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+
 KNOWN_VERSIONS = "lightning 2.6.6 to below 2.7"
 
 # Where a state dict keeps the versions of a module's parts. Buys that a stranger's file gives these

@@ -41,6 +41,11 @@ from unbroken.holding.beside_objects import held_by_function, values_beside_obje
 from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF_DATA
 from unbroken.holding.users_modules import LIBRARY
 from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
+from unbroken.lightning_internals import (
+    HOOKS_OF_LAYERS,
+    HOOKS_OF_OPTIMIZERS,
+    HOOKS_OF_WEIGHTS,
+)
 from unbroken.loading import ExactLoader, LiveLoader, position_of
 from unbroken.loading.order_of_sampler import kept_with_the_loader
 from unbroken.loading.own_generators import KINDS as GENERATORS
@@ -71,10 +76,6 @@ MACHINERY = (
 )
 # They may keep something.
 KEEPING_FUNCTIONS = (FunctionType, MethodType, functools.partial)
-# Where layers, weights and optimizers have the hooks that were registered
-HOOKS_OF_LAYERS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-HOOKS_OF_WEIGHTS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-HOOKS_OF_OPTIMIZERS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 # The hooks by which somebody saves what he keeps himself.
 SAVING_HOOKS = ("on_save_checkpoint", "state_dict", "get_extra_state")
 # What these save says nothing of the user's attributes.
@@ -360,26 +361,21 @@ class _Look:
         inside = Inside(told=self._told_beside_objects())
         for path, part in self.named:
             name = f"module.{path}".rstrip(".")
-            attributes = vars(part)
-            self._hooks(name, [(kind, attributes.get(kind)) for kind in HOOKS_OF_LAYERS])
-            for parameter, weight in attributes["_parameters"].items():
+            self._hooks(name, part, HOOKS_OF_LAYERS)
+            for parameter, weight in vars(part)["_parameters"].items():
                 if weight is None:
                     continue
                 path_of_weight = f"{name}.{parameter}"
-                hooks = [(kind, getattr(weight, kind)) for kind in HOOKS_OF_WEIGHTS]
-                self._hooks(path_of_weight, hooks)
+                self._hooks(path_of_weight, weight, HOOKS_OF_WEIGHTS)
                 for attribute, value in vars(weight).items():
                     if not attribute.startswith("_"):
                         self._tell(f"{path_of_weight}.{attribute}", value, inside)
         for number, optimizer in enumerate(self.trainer.optimizers):
-            kinds = [(kind, getattr(optimizer, kind, None)) for kind in HOOKS_OF_OPTIMIZERS]
-            self._hooks(f"optimizers.{number}", kinds)
+            self._hooks(f"optimizers.{number}", optimizer, HOOKS_OF_OPTIMIZERS)
 
-    def _hooks(self, name: str, kinds: Iterable[tuple[str, Any]]) -> None:
-        for kind, hooks in kinds:
-            if not hooks:
-                continue
-            for key, hook in hooks.items():
+    def _hooks(self, name: str, part: Any, kinds: Iterable[str]) -> None:
+        for kind in kinds:
+            for key, hook in (getattr(part, kind, None) or {}).items():
                 if isinstance(hook, KEEPING_FUNCTIONS) or is_users_own(type(hook)):
                     place = Place(f"{name}.{kind.lstrip('_')}.{key}", hook)
                     self.waiting_functions.append(place)
