@@ -531,6 +531,47 @@ def test_sixteen_bits_and_transparency_are_not_clipped(tmp_path: Path) -> None:
         np.testing.assert_allclose(np.ptp(read_pixels(tmp_path / "c.png"), axis=1), 1)
 
 
+def test_a_large_picture_is_reduced_to_the_same_pixels_with_and_without_transparency(
+    tmp_path: Path,
+) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (60, 2100, 3), dtype=np.uint8)
+    opaque = Image.fromarray(noise)
+    opaque.save(tmp_path / "opaque.png")
+    opaque.convert("RGBA").save(tmp_path / "alpha.png")
+    found = read_pixels(tmp_path / "opaque.png")
+    assert found.shape == (30, 1050, 3)
+    np.testing.assert_array_equal(found, read_pixels(tmp_path / "alpha.png"))
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("mode", ["L", "RGB"])
+def test_a_large_picture_takes_little_more_memory_than_its_pixels(
+    tmp_path: Path, mode: str
+) -> None:
+    decoded_bytes = len(Image.new(mode, (9000, 9000), 255).tobytes())
+    Image.new(mode, (9000, 9000), 255).save(tmp_path / "large.png", compress_level=1)
+    # Room for the reduced pixels as floats, of which there are some copies
+    most_bytes = 1.5 * decoded_bytes + 200e6
+    code = """
+import sys
+from pathlib import Path
+from unbroken.pictures import read_pixels
+
+def peak() -> int:
+    # The figure of getrusage begins with that of the process before exec.
+    text = Path("/proc/self/status").read_text()
+    return 1024 * int(text.partition("VmHWM:")[2].split()[0])
+
+before = peak()
+read_pixels(sys.argv[1])
+print(peak() - before)
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "large.png")]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(found.stdout) < most_bytes
+
+
 def save_in_four_ways(ink: np.ndarray, folder: Path) -> list[Path]:
     """A dark drawing (height, width) on white: plain, upside down, with 16 bits, transparent."""
     paths = [folder / f"{name}.png" for name in ("plain", "turned", "deep", "clear")]

@@ -145,10 +145,14 @@ def why_unreadable(error: Exception, most_pixels: float) -> str:
 def as_plain(image: Image.Image) -> Image.Image:
     """A Pillow image of any mode as 8-bit grey or RGB, by the rules of :func:`read_pixels`."""
     is_plain = image.mode in ("L", "RGB") and not image.has_transparency_data
-    is_upright = image.getexif().get(ORIENTATION, 1) == 1
-    if is_plain and is_upright and max(image.size) <= LONGEST_SIDE:
+    if is_plain and is_upright(image) and max(image.size) <= LONGEST_SIDE:
         return image
     return to_image(to_pixels(image))
+
+
+def is_upright(image: Image.Image) -> bool:
+    """Whether an image shows what a camera saw, as far as EXIF says."""
+    return bool(image.getexif().get(ORIENTATION, 1) == 1)
 
 
 def to_image(pixels: np.ndarray) -> Image.Image:
@@ -158,7 +162,9 @@ def to_image(pixels: np.ndarray) -> Image.Image:
 
 def to_pixels(image: Image.Image) -> np.ndarray:
     """A Pillow image of any mode as float32 (height, width, 3) in 0-1, upright by EXIF."""
-    image = ImageOps.exif_transpose(image)
+    # Pillow would copy one that is upright.
+    if not is_upright(image):
+        image = ImageOps.exif_transpose(image)
     factor = math.ceil(max(image.size) / LONGEST_SIDE)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
         return deep_grey_to_pixels(image, factor)
@@ -167,7 +173,7 @@ def to_pixels(image: Image.Image) -> np.ndarray:
 
 def deep_grey_to_pixels(image: Image.Image, factor: int) -> np.ndarray:
     """Grey of 16 or 32 bits with its precision; ``convert("L")`` would clip it at 255."""
-    grey = np.asarray(image).astype(np.float32)[::factor, ::factor]  # (height, width)
+    grey = np.asarray(image)[::factor, ::factor].astype(np.float32)  # (height, width)
     if not np.isfinite(grey).all():
         raise ValueError("pixels that are not finite numbers")
     if image.mode.startswith("I;16"):
@@ -183,6 +189,10 @@ def deep_grey_to_pixels(image: Image.Image, factor: int) -> np.ndarray:
 
 def colours_to_pixels(image: Image.Image, factor: int) -> np.ndarray:
     """Colours. A transparent image stands on white where what it shows is dark, else on black."""
+    if not image.has_transparency_data:
+        # A large picture that is reduced as RGBA takes a gigabyte.
+        opaque = image if image.mode in ("L", "RGB") else image.convert("RGB")
+        image, factor = opaque.reduce(factor), 1
     pixels = np.asarray(image.convert("RGBA").reduce(factor), dtype=np.float32) / 255
     colours = pixels[..., :3]  # (height, width, 3)
     alpha = pixels[..., 3:]  # (height, width, 1)
