@@ -134,7 +134,9 @@ def begin(launcher: str, flags: list[str], log: Path) -> Started:
         if launcher == "lightning":
             words += CPU2
         process = start(words, log)
-        started = Started([process], lambda: members(process.pid))
+        # A loader's worker handles signals, too, until it is prepared.
+        has_ranks = launcher != "one"
+        started = Started([process], lambda: members(process.pid) if has_ranks else [process.pid])
     end = time.monotonic() + 120
     while not all(handles_signals(process.pid) for process in started.processes):
         if started.ended():

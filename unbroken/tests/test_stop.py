@@ -170,6 +170,41 @@ def test_a_signal_in_the_final_test_ends_it_and_auto_finishes_the_run(
     assert facts["test/accuracy"] > 0.3
 
 
+# fit, whose terminal is closed at a step, when it has ended a process that it had started
+WHOLE_GROUP = """
+import multiprocessing, os, signal, time
+from lightning.pytorch import Callback
+from numerals.fit import job as fit
+from tests.commands import build_with
+from unbroken.run import Job
+from unbroken.cli import start as command
+
+class Hit(Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 3:
+            helper = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            helper.start()
+            time.sleep(0.1)
+            helper.terminate()
+            helper.join(30)
+            print("the helper ended with", helper.exitcode)
+            os.killpg(0, signal.SIGHUP)
+
+Job.build = build_with(Hit())
+command.run(fit.main)
+"""
+
+
+def test_a_signal_to_all_processes_is_the_runs_alone(workplace: Path) -> None:
+    """The workers of the sanity check were forked in another phase, and live on."""
+    flags = ["--data.num_workers", "1", "--num_sanity_val_steps", "1", "--run_name", "r"]
+    ended = complete([sys.executable, "-c", WHOLE_GROUP, *SMALL, *flags])
+    assert ended.returncode == 143, ended.stderr
+    assert "the helper ended with -15" in ended.stdout
+    assert ended.stderr.count("SIGHUP: saving, then stopping") == 1
+    assert checkpoint(Path("checkpoints/r/last.ckpt"))["global_step"] == 4
+
+
 # fit, which gets Ctrl-C at a step, and once more while its results are put together
 WHILE_IT_FINISHES = """
 import os, signal, sys

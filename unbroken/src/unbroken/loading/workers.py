@@ -16,26 +16,25 @@ from weakref import WeakKeyDictionary
 
 from torch.utils import data
 from unbroken.lightning_internals import queues_to_workers, tell_what_cannot_be_sent
+from unbroken.stopping.signals import STOP_SIGNALS
 
-# A launcher sends them to all processes of a run.
-STOPS = (signal.SIGINT, signal.SIGTERM)
 # The iterators of loaders with workers, and the queues of each. See :func:`iterate`.
 _queues: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
 def prepare_worker(worker: int, further: Callable[[int], Any] | None) -> None:
-    """Let a loader's worker ignore stop signals, which the trainer handles, tell what it cannot
-    send, and use one core.
+    """Let a loader's worker ignore stop signals, which a launcher or a terminal sends to all
+    processes of a run, and the trainer handles; tell what it cannot send; and use one core.
 
     Args:
         worker: Its number.
         further: The user's own ``worker_init_fn``.
     """
-    for number in STOPS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         # See stops_wait.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     tell_what_cannot_be_sent()
     # For other libraries. Torch sees to itself.
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -82,7 +81,7 @@ def stops_wait(loader: Any) -> Iterator[None]:
         resource_tracker.ensure_running()
     if method == "forkserver":
         forkserver.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:

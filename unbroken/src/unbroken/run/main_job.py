@@ -189,7 +189,8 @@ def end_stopped(
     config: Configuration, run: RunFolder, trainer: Trainer, report: RunResult | None
 ) -> None:
     """Write the report of a run that was stopped, bring its last state to the mirror, and say which
-    step ``last.ckpt`` holds. A further signal gives up what is left, but for these lines.
+    step ``last.ckpt`` holds. A further signal gives up what is left, but for these lines (unless it
+    comes as they are said).
     """
     mirror = run.mirror if trainer.is_global_zero else None
     seconds = 0.0

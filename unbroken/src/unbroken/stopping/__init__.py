@@ -17,8 +17,9 @@ place in the queue. Lightning's own handlers of SIGTERM and of SLURM's signal ar
    (seams.py) calls ``Saving.before_batch`` first: it saves the run, and rank zero writes
    ``last.ckpt``. (For a step that takes ``dataloader_iter``, ``on_train_batch_start`` calls it.)
    After an epoch's last batch the next epoch's start does so, or the training's end. With a loader
-   that cannot start inside an epoch, which a line tells before training, that file stays the one of
-   the last epoch's end; in the first epoch there is none.
+   that cannot start inside an epoch, which a line tells before training, that file stays the one
+   that an epoch's end has written last (of short epochs with a large state not each one is saved),
+   and a line tells its step; in the first epoch there is none.
 4. ``Ending.stop`` (checkpoint/ending.py) raises an exception on every rank. Nobody needs to catch
    it: it is a SystemExit with the exit code.
 
@@ -46,23 +47,27 @@ signals.py has the phases):
 | it comes | a command of one rank | a command of several ranks | a script |
 | --- | --- | --- | --- |
 | in the imports (IMPORTS) | the first has ended it | the same | - |
-| in the start (STARTS) | is ignored: the first is ending it | the same | the same |
+| in the start (STARTS) | is ignored: the first is ending it | the same | the same (see below) |
 | in training or test (RUNS) | is ignored | is ignored | is ignored |
 | while the report is written | report and summary are given up (SAVED) | is ignored (RUNS) | - |
 | when all is done (ENDS) | ends it at once | ends that rank at once | is the script's |
 
-"Ignored" is: it shortens nothing, and what hangs still hangs; SIGKILL alone ends such a run.
-(torchrun sends that itself, 30 s after it was asked to stop; ``--shutdown-timeout`` makes it more.)
-The handlers that a script has set itself are called all the same.
+"Ignored" is: it shortens nothing, and what hangs still hangs. SIGQUIT (Ctrl and backslash on the
+keyboard) or SIGKILL end such a run, and nothing is saved then. (torchrun sends SIGKILL itself, 30 s
+after it was asked to stop; ``--shutdown-timeout`` makes it more.) The handlers that a script has
+set itself are called all the same. In the start the first signal ends nothing where the user's code
+swallows ``Stopped``, as a bare ``except`` does: then the run stops at its first step.
 
-A script has its handlers back in ``Hooks.on_exception``, after the save of a stop or at an error,
-and else in the callback's ``teardown``. A signal after that is not ours: Ctrl-C then raises
-KeyboardInterrupt, even while ``Stopped`` is on its way, and SIGTERM ends the process. Before the
-callback's ``setup`` a signal is not ours either, and in the start of a script no thread ends what
+A script has its handlers back in ``Hooks.on_exception``: at an error, and at a stop behind its save
+and up to 8 s of its mirror, in the start at once. Else it has them back in the callback's
+``teardown``. A signal after that is not ours: Ctrl-C then raises KeyboardInterrupt, even while
+``Stopped`` is on its way, and SIGTERM ends the process. Before the callback's ``setup``, and in
+``Trainer.predict``, a signal is not ours either, and in the start of a script no thread ends what
 hangs. All this holds for each rank of a script.
 
 A *first* signal that comes late: while a command of one rank writes its report, the command gives
 up the rest and ends with 130 or 143. With several ranks, and between the last batch of the test and
-the report, nothing is left to stop: the command ends with 0. In a script the training is complete
+the report, nothing is left to stop: the command ends with 0, although it has told "saving, then
+stopping", and waits for its mirror for 8 s at most. In a script the training is complete
 and saved by then, and ``teardown`` raises ``Stopped`` (``Ending.stop_if_asked_late``).
 """

@@ -17,25 +17,27 @@ one lives.
 
 ``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase
 from the Trainer's setup on: the run stops before its next batch, and its job is queued again.
-In RUNS no number of signals ends the process, whatever hangs, such as a disk; SIGKILL does.
-A rank of a command gets SIGTERM from Linux when the process that has started it dies
-(:func:`end_with_parent`). If other ranks have died, too, its next exchange with them fails and ends
-it; nothing is saved then.
+In RUNS no number of these signals ends the process, whatever hangs, such as a disk; SIGQUIT and
+SIGKILL do. A process that the user's code has forked, such as a pool's, is ended by SIGTERM;
+loaders' workers ignore all of them, because the step needs its batches. A rank of a command gets
+SIGTERM from Linux when the process that has started it dies (:func:`end_with_parent`). If other
+ranks have died, too, its next exchange with them fails and ends it; nothing is saved then.
 
 Before training has begun there is nothing to save. In a command a thread ends the process if the
 start is not over 1.5 s after the signal, whatever it does then, such as to wait in a library
 (:func:`watch`); a rank that another one has started has twice as long. Before rank zero ends
 itself, it kills the ranks that it has started, since they would fail without it.
 
-The first signal of a process says how it ends (in ENDS the newest); of several ranks, the
-largest request (agreement.py). A script's own handlers are called at every signal. In RUNS the
-last exception that they raise ends the run instead of ``Stopped``, when the step is saved; at other
-times it is raised at once.
+The first signal of a process says how it ends (in ENDS the newest); of the first ones of several
+ranks, the largest request (agreement.py). A script's own handlers are called at every signal. In
+RUNS the last exception that they raise ends the run instead of ``Stopped``, when the step is saved;
+at other times it is raised at once.
 
 A command with one rank is SAVED when its test is done, or when Lightning has ended a run that was
 stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up report and summary. The
-mirror has what is left of 8 s since the first signal, and no time if that was the second one. With
-several ranks it stays in RUNS although training is over, since all of them must end together.
+mirror has what is left of 8 s since the first signal; none where a run was stopped before its end
+and the second signal comes while its report is written. With several ranks it stays in RUNS
+although training is over, since all of them must end together.
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """
@@ -99,7 +101,7 @@ class State:
     It is global because a signal handler has no other place to note it.
     """
 
-    # The first signal that was received: SIGINT or SIGTERM, or SLURM's as it came.
+    # The first signal that was received: SIGINT or SIGTERM, or SLURM's by its own number.
     requested: int = 0
     # When it was received, on the clock of time.monotonic().
     requested_at: float | None = None
@@ -114,6 +116,8 @@ class State:
     clean_up: Callable[[], None] | None = None
 
     def __init__(self) -> None:
+        # The process that handles the signals. One that is forked from it has copies of handlers.
+        self.process = os.getpid()
         # The script's own handlers, by signal. They are called as well.
         self.scripts_handlers: dict[int, Any] = {}
 
@@ -134,6 +138,7 @@ def install() -> None:
     """
     if threading.current_thread() is threading.main_thread():
         state.phase = Phase.IMPORTS
+        state.process = os.getpid()
         for number in STOP_SIGNALS:
             # nohup wants no SIGHUP.
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -170,6 +175,8 @@ class ScriptSignals:
         """
         if threading.current_thread() is not threading.main_thread() or self._handlers:
             return
+        # A launcher may have forked this rank.
+        state.process = os.getpid()
         for number in STOP_SIGNALS:
             handler = signal.getsignal(number)
             # None: a handler that was not set from Python.
@@ -299,6 +306,9 @@ def as_stop(number: int) -> int:
 
 
 def _handle(number: int, frame: FrameType | None) -> None:
+    if os.getpid() != state.process:
+        _handle_in_a_fork(number)
+        return
     signum = as_stop(number)
     is_first = _keep_first(signum)
     _call_the_scripts(number, frame)
@@ -321,6 +331,18 @@ def _handle(number: int, frame: FrameType | None) -> None:
         with suppress(OSError, AttributeError):
             # Not print(): a signal may interrupt it, and it cannot call itself.
             os.write(sys.stderr.fileno(), told.encode())
+
+
+def _handle_in_a_fork(number: int) -> None:
+    """Let a process that the user's code has forked, such as a pool's, do what it does without us
+    at SIGTERM: ``terminate`` sends that. What a terminal sends to all processes is the run's.
+    """
+    data: Any = sys.modules.get("torch.utils.data")
+    # A launcher sends SIGTERM to all processes, and the step needs its batches.
+    is_of_a_loader = data is not None and data.get_worker_info() is not None
+    if number == signal.SIGTERM and not is_of_a_loader:
+        signal.signal(number, state.scripts_handlers.get(number, signal.SIG_DFL))
+        os.kill(os.getpid(), number)
 
 
 def _call_the_scripts(number: int, frame: FrameType | None) -> None:
