@@ -267,7 +267,7 @@ NAN = float("nan")
     [
         (torch.tensor([1.0, NAN]), torch.tensor([1.0, NAN]), True),
         (torch.tensor([1.0, NAN]), torch.tensor([2.0, NAN]), False),
-        (torch.tensor([0.0]), torch.tensor([-0.0]), True),
+        (torch.tensor([0.0]), torch.tensor([-0.0]), False),
         (torch.tensor(1.0), torch.tensor(1), False),
         (torch.tensor([1 + 2j]).conj(), torch.tensor([1 - 2j]), True),
         (torch.tensor([1 + 2j]).to(torch.complex128), torch.tensor([1 + 2j] * 2)[:1], False),

@@ -55,9 +55,6 @@ SINGLE = (*NUMBERS_AND_TEXTS, torch.dtype, torch.device, torch.Size)
 IMMUTABLE = {type(None), *SINGLE}
 ALWAYS_PLAIN = {Tensor, *IMMUTABLE}
 MAPPINGS = (dict, OrderedDict, Counter)
-# Integers with as many bytes as a number, as which tensors from some size on are compared.
-WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-FEWEST_AS_WORDS = 1024
 # As many tensors in a list are copied together.
 FEWEST_TOGETHER = 16
 # Factories of a defaultdict that have a name; a queue may have another one.
@@ -349,33 +346,18 @@ def is_unchanged(now: Any, held: Any) -> bool:
     if kind in IMMUTABLE:
         return is_same(now, held)
     if kind is Tensor and type(held) is Tensor:
-        return now.device.type == "cpu" and is_same_to_the_bit(now.detach(), held)
+        return now.device.type == "cpu" and is_same(now.detach(), held)
     if kind is np.ndarray and type(held) is dict and held.keys() == {ARRAY}:
         is_whole = now.flags.c_contiguous and now.flags.writeable
         array = torch.from_numpy(now if is_whole else now.copy())
-        return is_same_to_the_bit(array, held[ARRAY])
+        return is_same(array, held[ARRAY])
     if kind in (list, tuple) and type(held) is kind:
         if len(now) != len(held):
             return False
-        # Long lists of numbers are mostly equal, and that is seen soonest at once.
+        # Long lists of numbers are mostly equal, and that is seen soonest at once. 0.0 equals -0.0.
         is_equal = are_immutable(now) and list(map(type, now)) == list(map(type, held))
-        return (is_equal and now == held) or all(map(is_unchanged, now, held))
+        return (is_equal and now == held and 0 not in now) or all(map(is_unchanged, now, held))
     if kind in MAPPINGS and type(held) is kind:
         is_alike = len(now) == len(held) and list(now) == list(held)
         return is_alike and all(map(is_unchanged, now.values(), held.values()))
     return is_plain(now) and is_same(copied(now), held)
-
-
-def is_same_to_the_bit(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors on the CPU have the same bits, read once.
-
-    Where they are compared as numbers, not a number needs several passes and memory.
-    """
-    if one.dtype != other.dtype or one.shape != other.shape or one.layout != other.layout:
-        return False
-    if one.layout != torch.strided or one.is_complex() or one.dim() == 0:
-        return is_same(one, other)
-    words = WORDS.get(one.element_size())
-    if words is None or one.numel() < FEWEST_AS_WORDS or one.is_neg() or other.is_neg():
-        return is_same(one, other)
-    return torch.equal(one.view(words), other.view(words))

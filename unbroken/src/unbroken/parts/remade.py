@@ -81,6 +81,9 @@ class Remaking:
             # The same object, for it may share its memory with a weight.
             return now
         made = self._made(now, saved, place)
+        if isinstance(made, Tensor) and isinstance(now, Tensor) and made.is_floating_point():
+            # A copy on the CPU has no gradient.
+            made.requires_grad_(now.requires_grad and now.is_leaf)
         return fill(now, made) if place in self.filled else made
 
     def _made(self, now: Any, saved: Any, place: str) -> Any:

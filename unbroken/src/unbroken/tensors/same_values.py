@@ -27,7 +27,9 @@ def deep_copy(value: Any) -> Any:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two nested values hold the same; not a number equals not a number."""
+    """Whether two nested values hold the same, bit by bit, in the same order. So not a number is
+    the same as itself, and 0.0 is another number than -0.0.
+    """
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
@@ -35,9 +37,14 @@ def is_same(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return _is_same_array(a, b)
     if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(is_same(a[key], b[key]) for key in a)
+        return list(a) == list(b) and all(is_same(a[key], b[key]) for key in a)
     if isinstance(a, (str, bytes)):
         return bool(a == b)
+    if type(a) in (float, complex):
+        # The texts are as exact as the numbers, and have the sign of a zero.
+        return repr(a) == repr(b)
+    if isinstance(a, np.generic):
+        return a.tobytes() == b.tobytes()
     if isinstance(a, Sequence):
         return len(a) == len(b) and all(map(is_same, a, b))
     if "__eq__" not in _names_of_classes(a) and hasattr(a, "__dict__"):
@@ -59,16 +66,17 @@ def _is_same_tensor(a: Tensor, b: Tensor) -> bool:
         return False
     if a.layout != torch.strided:
         return all(map(_is_same_tensor, tensors_inside(a), tensors_inside(b)))
-    # Mostly nothing has changed, and that is seen soonest in the bits.
-    return _have_same_bits(a, b) or bool(torch.all((a == b) | ((a != a) & (b != b))))
+    return bool(torch.equal(bits_of(a), bits_of(b)))
 
 
-def _have_same_bits(a: Tensor, b: Tensor) -> bool:
-    whole = AS_WHOLE_NUMBERS.get(a.itemsize)
-    if whole is None:
-        return False
-    bits_of_a, bits_of_b = (x.detach().resolve_conj().resolve_neg().view(whole) for x in (a, b))
-    return bool(torch.equal(bits_of_a, bits_of_b))
+def bits_of(tensor: Tensor) -> Tensor:
+    """A strided tensor's bits as whole numbers. To compare numbers takes several passes, because of
+    those that are not a number.
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.is_complex():
+        plain = torch.view_as_real(plain)
+    return plain.view(AS_WHOLE_NUMBERS[plain.itemsize])
 
 
 def tensors_inside(sparse: Tensor) -> tuple[Tensor, ...]:
@@ -90,9 +98,9 @@ def tensors_inside(sparse: Tensor) -> tuple[Tensor, ...]:
 
 
 def _is_same_array(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
-    if a.dtype.kind in "fc":
-        return np.array_equal(a, b, equal_nan=True)
-    return np.array_equal(a, b)
+    if a.dtype.hasobject:
+        return np.array_equal(a, b)
+    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
 def _names_of_classes(value: Any) -> set[str]:
