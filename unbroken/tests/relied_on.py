@@ -322,18 +322,33 @@ def texts_of(node: ast.expr) -> Iterator[str]:
 # Methods that are replaced
 
 
-def seams() -> list[tuple[str, str]]:
-    """Module and name of each method in :data:`unbroken.seams.SEAMS`."""
-    path = LIBRARY / "seams.py"
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+def tree_of(name: str) -> ast.Module:
+    """A file of the library, parsed."""
+    return ast.parse((LIBRARY / name).read_text(encoding="utf-8"))
+
+
+def homes_of_imports(tree: ast.Module) -> dict[str, tuple[str, str]]:
+    """Where each name that a file imports is from: the module, and what stands before a name in
+    it.
+    """
     homes: dict[str, tuple[str, str]] = {}
     for node in tree.body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
-                homes[alias.name] = (str(node.module), f"{alias.name}.")
+                homes[alias.asname or alias.name] = (str(node.module), f"{alias.name}.")
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 homes[alias.asname or alias.name] = (alias.name, "")
+    return homes
+
+
+def seams() -> list[tuple[str, str]]:
+    """Module and name of each method in :data:`unbroken.seams.SEAMS`."""
+    tree = tree_of("seams.py")
+    homes = homes_of_imports(tree)
+    for name, (module, _) in homes.items():
+        if module == "unbroken.lightning_internals":
+            homes[name] = homes_of_imports(tree_of("lightning_internals.py"))[name]
     found: list[tuple[str, str]] = []
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.List):

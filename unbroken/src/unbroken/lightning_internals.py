@@ -26,6 +26,10 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+
+# Buys that a method of the loop can be replaced (seams.py). Public way missing: no hook comes
+# before an epoch's loaders are made.
+from lightning.pytorch.loops.fit_loop import _FitLoop as FitLoop  # noqa: F401
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
@@ -72,6 +76,7 @@ NAMES = {
     "lightning.pytorch.trainer.connectors.logger_connector": [
         "_LoggerConnector.should_reset_tensors",
     ],
+    "lightning.pytorch.loops.fit_loop": ["_FitLoop.setup_data"],
     "lightning.pytorch.strategies.launchers": ["_MultiProcessingLauncher"],
     "lightning.pytorch.loops.loop": ["_Loop.restarting"],
     "lightning.pytorch.loops.evaluation_loop": [

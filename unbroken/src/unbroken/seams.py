@@ -19,9 +19,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from unbroken.errors import UserError
+from unbroken.lightning_internals import FitLoop
 
 # The class (or package) that defines the method, and its name.
 SEAMS: list[tuple[Any, str]] = [
+    (FitLoop, "setup_data"),
     (Strategy, "process_dataloader"),
     (Strategy, "on_train_start"),
     (Strategy, "load_checkpoint"),
@@ -63,6 +65,21 @@ class Seams:
             return original(make(loader))
 
         self._replace(strategy, "process_dataloader", process)
+
+    def before_loaders(self, act: Callable[[], None]) -> None:
+        """``act`` is called before the fit loop may ask for the training's loaders: once before
+        training starts, and as each epoch starts.
+
+        Lightning has no hook between the end of an epoch and its call of ``train_dataloader``.
+        """
+        loop: Any = self._trainer.fit_loop
+        original = loop.setup_data
+
+        def setup() -> None:
+            act()
+            original()
+
+        self._replace(loop, "setup_data", setup)
 
     def after_train_start(self, act: Callable[[], None]) -> None:
         """``act`` is called when all ``on_train_start`` hooks are done, before anything of the

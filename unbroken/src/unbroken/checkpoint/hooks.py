@@ -33,7 +33,8 @@ class Hooks(Callback):
     | --- | --- | --- |
     | setup | loaders and signals are taken over; seams (seams.py) are put in | ExactCheckpoint |
     | on_load_checkpoint | the state is read; where loaders start is set | restoring |
-    | on_fit_start | what this start has made is noted; two seams more | kept, restoring |
+    | on_fit_start | what this start has made is noted; three seams more | kept, restoring |
+    | (seam) before train_dataloader | generators are noted, or given back | restoring |
     | on_sanity_check_start, on_sanity_check_end | what this check changes is noted | kept |
     | on_train_start | signals are only noted from here; changed hyperparameters win | restoring |
     | (seam) after on_train_start | RESTORE, inside an epoch after its hooks | restoring |
@@ -50,7 +51,9 @@ class Hooks(Callback):
     | on_train_epoch_end | a snapshot where a limit cuts the epoch | cut_epoch |
     | on_train_epoch_end | loaders are told; sums over ranks | loading, hooks |
     | on_train_epoch_end | a window of digests ends | windows |
+    | on_train_epoch_end, on_train_epoch_start | data that change in between are told | kept |
     | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last | saving |
+    | on_train_epoch_start | generators are noted before the user's hooks of it | kept |
     | on_exception | a save under way is waited for; signals are given back | hooks |
     | on_fit_end | where nothing was left to train: the hooks of its end again | restoring |
     """
@@ -79,6 +82,7 @@ class Hooks(Callback):
         engine.kept.fit_starts(trainer, pl_module)
         engine.restoring.fit_starts(trainer)
         lightning_internals.average_on_the_device(trainer)
+        self.seams.before_loaders(lambda: engine.restoring.loaders_are_made(trainer))
         self.seams.after_train_start(lambda: self._after_train_start(trainer))
         self.seams.before_each_batch(lambda: self._before_batch(trainer))
         lightning_internals.leave_out_empty_hooks()
@@ -116,13 +120,17 @@ class Hooks(Callback):
         if trainer.reload_dataloaders_every_n_epochs == 1:  # type: ignore[attr-defined]
             # Lightning forgets them, too, but after the save below, which holds these counts.
             engine.restoring.forget_validated_batches(trainer)
-        engine.restoring.undo_set_epoch(trainer)
+        engine.restoring.give_generators_again(trainer)
+        if engine.own_folder.saves:
+            say(*engine.kept.data_sets.lines_of_changed())
         # Before the first epoch there is nothing to save.
         if trainer.current_epoch > 0 and not engine.restoring.is_before_first_batch:
             if engine.loading.loaded_at == trainer.current_epoch:
                 engine.kept.settings.loaders_are_made(trainer)
+                engine.kept.objects.loaders_are_made(trainer)
             engine.following.epoch_is_over(trainer, engine.agreement.group)
             engine.saving.between_epochs(trainer)
+        engine.kept.before_hooks_of_epoch.hooks_are_called(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -156,6 +164,7 @@ class Hooks(Callback):
             engine.cut_epoch.note(trainer)
         # A longer run that goes on inside the epoch goes on with its open window.
         engine.windows.epoch_ends(trainer)
+        engine.kept.data_sets.epoch_ends()
         engine.loading.epoch_ends(trainer)
         engine.restoring.epoch_ends(trainer)
         share_sums(trainer)

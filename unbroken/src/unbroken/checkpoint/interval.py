@@ -1,4 +1,6 @@
-"""How often a run is saved: as it was asked for, or less often where a save costs too much."""
+"""How often a run is saved by time or steps: as it was asked for, or less often where a save by
+time costs too much, or the disk is still busy with the one before.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from unbroken.errors import UserError
 from unbroken.stopping.ranks import say
 from unbroken.storage.run_files import Costs
 
-# The part of a run's time that its saves may take, to copy and to write them
+# The part of a run's time that saves by time may take, to copy and to write them
 LARGEST_SHARE = 0.02
 
 

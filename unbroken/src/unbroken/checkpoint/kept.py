@@ -15,6 +15,7 @@ from unbroken.loading import RunLoaders
 from unbroken.loading.own_generators import put_back
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import (
+    BeforeHooksOfEpoch,
     OwnGenerators,
     RandomGenerators,
     random_state,
@@ -58,7 +59,7 @@ class KeptParts:
     """What a checkpoint holds beyond Lightning's own.
 
     Args:
-        loading: Reads the loaders of this training.
+        loading: The loaders of this training, and where it starts in them.
         followed: The metric that is followed. A checkpoint holds of it whether validations log it.
         further: The user's own parts.
         undeclared: Whether state is kept that nobody has declared.
@@ -80,13 +81,14 @@ class KeptParts:
         self.settings = TrainerSettings()
         self.objects = UsersObjects(undeclared)
         self.generators: list[Part] = [OwnGenerators(self.objects), RandomGenerators()]
+        self.before_hooks_of_epoch = BeforeHooksOfEpoch(self.generators)
         self.was_validated = WasValidated()
         self._loading = loading
         self._positions = LoaderStates(loading)
         self.data_sets = DataSets(loading)
         self.validation_samples = ValidationSamples()
-        # In the order in which they are taken. They are given back in the same order, but those
-        # with files last (restoring.py).
+        # In the order in which they are taken, but for the generators, which are taken last. They
+        # are given back in the same order, but those with files last (restoring.py).
         self.all: list[Part] = [
             # A module's own sums come first: to ask for them may add uncounted batches to its
             # metrics.
@@ -105,7 +107,6 @@ class KeptParts:
             self.validation_samples,
             FilledBuffers(self.buffers),
             self.buffers,
-            Gradients(),
             FrozenParameters(),
             EvalModes(),
             UntrackedStatistics(),
@@ -113,9 +114,12 @@ class KeptParts:
             self.settings,
             EarlyStop(),
             self.objects,
+            # They belong to what the objects hold by then.
+            Gradients(self.objects),
             self.open_window,
             self.chain,
             self.bits_in_memory,
+            self.before_hooks_of_epoch,
             *further,
             # The generators come last of those in memory: to give back another part may draw a
             # random number.
@@ -175,7 +179,9 @@ class KeptParts:
         return snapshot
 
     def return_objects_to(self, trainer: Trainer, snapshot: Snapshot) -> None:
-        """Let what the user's objects hold be as it was at a snapshot."""
+        """Let what the user's objects hold, and all generators, be as at a snapshot that was taken
+        in this training: where a validation was cut, the stop is as if it had not begun.
+        """
         self.objects.return_to(trainer, snapshot.mine[self.objects.name])
         for part in self.generators:
             part.give_back(trainer, snapshot.mine[part.name])

@@ -11,10 +11,11 @@ c. The last of these hooks is done (a seam behind ``on_train_start``, in seams.p
    resumes inside an epoch, :meth:`Restoring.restore` calls ``on_train_epoch_start``, which
    Lightning leaves out there. It then puts the loaders where training starts, undoes what the
    hooks have changed, and gives every part back.
-d. Lightning calls the samplers' ``set_epoch``, in which they may draw. So generators and samplers
-   are given back once more (:meth:`Restoring.undo_set_epoch`): inside an epoch when its loop
-   begins, before a batch is asked for; else in front of the user's ``on_train_epoch_start``. The
-   checkpoint was saved after that call. After the first batch nothing is left to give back
+d. The checkpoint was saved after Lightning had called the samplers' ``set_epoch``, in which they
+   may draw. Lightning calls it again now. So generators and samplers are given back a second time
+   (:meth:`Restoring.give_generators_again`): if the run resumes inside an epoch, when that epoch's
+   loop begins, before a batch is asked for; if it resumes between epochs, in front of the user's
+   ``on_train_epoch_start``. After the first batch nothing is left to give back
    (:meth:`Restoring.batch_ends`).
 
 A run that is killed inside an epoch and resumed ends with the same bits as one that is not, if
@@ -28,15 +29,20 @@ A run that is killed inside an epoch and resumed ends with the same bits as one 
 - the order of a sampler of one's own follows from torch's, NumPy's or Python's global generators,
   from generators in its attributes, from ``set_epoch`` or from its ``state_dict``;
 - the walk over the user's objects finds whatever else changes in training, and can keep it (step
-  6); no two tensors of that share memory since training has begun;
+  6); no two tensors or generators that it keeps become one, or share memory, in training;
+- training changes no setting of the process (torch's defaults, environment variables), no attribute
+  of the Trainer but those in parts/trainer_settings.py, and not how weights lie in memory (their
+  strides); no result depends on the order in which a set gives its members;
 - ``configure_optimizers`` changes no weights, and nothing reads the gradients of a step behind its
   end;
 - nothing is used that checkpoint/not_exact.py or docs/how_it_works.md names, such as DDP on three
   or more ranks, which adds gradients up in another order in its first step.
 
-What of this can be seen from outside is looked for, and a line tells it at the start or the resume.
+Some of this can be seen from outside, and a line tells it: at the start whether samples, orders and
+streams come again, at a save what the walk finds and cannot keep, at the resume another machine or
+other data. The command ``verify`` finds the rest in a run of the user's own.
 
-Why that is so, step by step. Of the epoch, k batches were done at the save:
+Why that is so, step by step. At the save, batches 0 to k - 1 of the epoch were done:
 
 1. The run resumes from its last save, and not from where it was killed. The steps between them are
    computed again.
@@ -45,52 +51,60 @@ Why that is so, step by step. Of the epoch, k batches were done at the save:
    batch before is done with its logging and its validation. Batch k is fetched already; step 5
    shows that fetching it again is harmless. All ranks save before the same batch
    (stopping/agreement.py). All parts and Lightning's own entries are taken there, as copies or
-   written at once, and nothing is computed in between. Gradients that the next step still uses are
-   a part (``Gradients``): those of a step that is not complete, of weights that no optimizer has,
-   and those that a ``zero_grad`` of one's own sets to 0. A save draws no random number that the
-   training would draw, and begins no loader (``KeptParts.without_a_trace``); what the user's own
-   hooks of a save change, such as a count of saves, is up to him. The file is whole, or is the one
-   before (``written_atomically`` in storage/files.py).
+   written at once; no step and no hook of a batch runs between the first part and the last.
+   Gradients that the next step still uses are a part (``Gradients``): those of a step that is not
+   complete, of weights that no optimizer of the Trainer's has, and those that a ``zero_grad`` of
+   one's own sets to 0. Random numbers that are drawn at a save are put back, and no loader begins
+   (``KeptParts.without_a_trace``); what the user's own hooks of a save change, such as a count of
+   saves, is up to him. The file is whole, or is the one before (``written_atomically`` in
+   storage/files.py).
 3. The loops begin with batch k. A checkpoint's counters never show a batch as half done, nor batch
    k as fetched or as the last (``clean_counters`` in parts/loops.py); their number of completed
-   batches is k (``Resume.of``). A plain Trainer would begin with the end of batch k - 1 where a
-   validation was due behind it, and count once more that it has stepped. So the checkpoint has one
-   less of these, which suits a plain Trainer, and ``prepare_resumed_epoch``
-   (lightning_internals.py) adds it and begins with batch k. A stop inside a validation saves the
+   batches is k (``Resume.of``). Where a validation was due behind batch k - 1, a plain Trainer that
+   resumes there ends that batch a second time, and adds 1 to ``_batches_that_stepped`` again. So
+   the checkpoint holds that number less 1, for a plain Trainer; ``prepare_resumed_epoch``
+   (lightning_internals.py) adds the 1 and begins with batch k. A stop inside a validation saves the
    state at its start (validation.py); the resumed run begins with that validation, from its first
-   batch.
+   batch. Where that is the validation after the last step, ``max_steps`` is reached, and Lightning
+   would enter no epoch. So ``max_steps`` is one step more until it is over
+   (:meth:`TrainerSettings.add_step`). A run that turns out to want no validation ends the epoch
+   before a batch (``Hooks._before_batch`` raises StopIteration).
 4. The order of samples is drawn again, from the checkpoint's seed and the epoch
    (:meth:`Restoring._take_seeds_of`, ``ExactBatches._order`` in loading/batches.py) and from what
-   the sampler held as the pass began, such as weights, generators, or its state. All of it is drawn
-   then; what changes later counts from the next pass. Its first k batches are left out. (With
-   several loaders each counts in its own pass: ``LoaderPosition.state_to_start_after``.)
-5. What is drawn while batch k is loaded is the same: all generators, those that the data set and
-   the collate function hold among them, are seeded for it by (seed, rank, epoch, k). Those that the
-   training draws from as well are as before when it is loaded; so they are when a pass begins
-   (loading/fetch.py). That a sample depends on nothing else is tried with a few samples before
-   training, on Linux (loading/repeating.py). Streams and loaders of one's own begin with the state
-   that they had after batch k - 1, or they resume between epochs alone (loading/__init__.py, its
-   step 3).
+   the sampler held as the pass began, such as weights, generators, or its state. (A pass is one
+   way through a loader; of several loaders side by side a short one has many in an epoch, and k
+   counts in its own: ``LoaderPosition.state_to_start_after``.) The whole order is drawn as the pass
+   begins; what changes in a sampler later counts from the next pass. The first k batches of the
+   order are left out.
+5. What is drawn while batch k is loaded is the same: for that, all generators, those that the data
+   set and the collate function hold among them, are seeded by (seed, rank, epoch, k). Afterwards
+   those of this process are what they were before, for the training may draw from them, too; so
+   they are when the order of a pass was drawn (loading/fetch.py). That a sample depends on nothing
+   else is tried with a few samples before training, on Linux (loading/repeating.py). Streams and
+   loaders of one's own begin with the state that they had after batch k - 1, or they resume between
+   epochs alone (loading/__init__.py, item 3).
 6. What else steps and hooks have changed since the start is in the checkpoint, if the walk over the
    user's objects (parts/held.py) reaches it: in Lightning's own entries, or in a part (kept.py has
-   the list, docs/how_it_works.md of the repository what each is for). What it reaches and cannot
-   keep is told as it changes (parts/undeclared/not_kept.py), and so are numbers, texts and lists in
+   the list, docs/how_it_works.md of the repository what each is for). It has changed if it differs,
+   bit by bit or in its order, from what it was as training began (``is_same`` in
+   tensors/same_values.py); what has not is as the start makes it. What the walk reaches and cannot
+   keep is told as it changes (parts/undeclared/not_kept.py); so are functions, methods and classes
+   that training puts in the place of others (parts/replaced.py), and numbers, texts and lists in
    hooks, functions, attributes of classes and global variables (holding/beside_objects.py).
-   Dictionaries in those are not read, nor tensors that a package's layer keeps beside its buffers.
-   Generators in global variables are kept. What training has made to share memory comes back as
+   Modules, objects with a ``state_dict`` and generators in those are kept. Of dictionaries in
+   those, and of tensors that a package's layer keeps beside its buffers, nothing is kept or told,
+   but for generators in a global dictionary. What hooks change in a data set between two epochs is
+   told (``DataSets`` in parts/loaders.py). What training has made to share memory comes back as
    separate copies. The generators come last of the parts in memory, since giving back any other
    part may draw.
 7. Hooks that the resumed process calls again change no saved value in the end. ``setup`` and
    ``configure_model`` run before the checkpoint is loaded, so it wins. ``configure_optimizers``
    runs after the weights are loaded and before the states of optimizers. ``on_fit_start``,
    ``on_train_start`` and ``on_train_epoch_start`` run last: what they change of saved values is
-   undone (before_hooks.py), and what nobody saves stays as they set it. The sanity check, and hooks
-   of batches and validations that are done, are not called.
-
-Where a run was stopped in the validation after its last step, ``max_steps`` is reached, and
-Lightning would enter no epoch. So ``max_steps`` is one step more until that validation is over
-(:meth:`TrainerSettings.add_step`). A run that turns out to want no validation ends the epoch before
-a batch (``Hooks._before_batch`` raises StopIteration).
+   undone (before_hooks.py; attributes by parts/undeclared/attributes.py), and what nobody saves
+   stays as they set it. ``train_dataloader`` and ``on_train_epoch_start`` draw what they drew
+   before the save (``BeforeHooksOfEpoch`` in parts/generators.py). The sanity check, and hooks of
+   batches and validations that are done, are not called.
 """
 
 from __future__ import annotations
@@ -362,11 +376,19 @@ class Restoring:
         kinds = (WeightValues, CallbackStates, DataState, ExtraStates, OwnEntries)
         self._before_hooks = [kind(trainer) for kind in kinds]
 
+    def loaders_are_made(self, trainer: Trainer) -> None:
+        """Before the user's ``train_dataloader``: let it draw what it drew before the save."""
+        noted = self._kept.before_hooks_of_epoch
+        if self._resume is None:
+            noted.loaders_are_made(trainer)
+        else:
+            noted.return_to_loaders(trainer, self._resume.mine(trainer).get(noted.name, {}))
+
     # c. All start-up hooks are done
 
     def restore(self, trainer: Trainer) -> None:
-        """Put every part back. What the start-up hooks do must change nothing of it. In a new run,
-        note what there is as training starts.
+        """Note what there is as training starts. In a resumed run, put every part back after that:
+        what the start-up hooks do must change nothing of it.
         """
         resume = self._resume
         self._kept.objects.begin(trainer)
@@ -394,10 +416,12 @@ class Restoring:
             resume.prepare_epoch(trainer, before_batches=lambda: None)
             lightning_internals.end_restart(trainer)
             return
-        resume.prepare_epoch(trainer, before_batches=lambda: self.undo_set_epoch(trainer))
+        resume.prepare_epoch(trainer, before_batches=lambda: self.give_generators_again(trainer))
         # As in a new run, samplers know the epoch as the hooks of its start are called.
         for position in self._loading.positions:
             position.set_epoch(trainer.current_epoch)
+        noted = self._kept.before_hooks_of_epoch
+        noted.return_to_hooks(trainer, resume.mine(trainer).get(noted.name, {}))
         call_epoch_start_again(trainer)
 
     def _give_back(self, trainer: Trainer, resume: Resume) -> None:
@@ -441,7 +465,8 @@ class Restoring:
             self._lines.append(
                 f"the resume is not exact: {name} holds other samples than at the save. If they are"
                 " split at random, samples of the validation are now trained on. Give the split a"
-                " seed, as by generator=torch.Generator().manual_seed(0)."
+                " seed, as by generator=torch.Generator().manual_seed(0). If a hook of the epoch's"
+                " start chooses them, let that be a function of the epoch alone."
             )
 
     def _compare_bits(self, trainer: Trainer, resume: Resume) -> None:
@@ -514,7 +539,7 @@ class Restoring:
 
     # d. The training goes on
 
-    def undo_set_epoch(self, trainer: Trainer) -> None:
+    def give_generators_again(self, trainer: Trainer) -> None:
         """Give generators and samplers back once more, where the resumed run has done no batch yet.
 
         Lightning has called ``set_epoch`` of the loaders' samplers, after everything was given

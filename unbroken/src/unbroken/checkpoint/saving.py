@@ -10,19 +10,21 @@ A run is saved
   written, or is so recent that another one would cost too much (``Interval.is_too_soon``; only a
   state that a thread writes, from the third save on), none is made there, unless it is a new best,
   or a save or a stop was asked for. Before Lightning's extra epoch that updates batch norms for
-  averaged weights, only a new best is saved;
+  averaged weights, only a new best is saved. So where no run can start inside an epoch, a stop
+  there may lose some short epochs of a large state, not only the one that is stopped;
 - inside a validation, where the run is asked to stop: the state is that of the validation's start
   (nothing is saved if the validation has changed weights);
 - after the last epoch (:meth:`Saving.training_ends`).
 
-At an error nothing is saved.
+At an error nothing more is saved; a save that is under way is written to its end.
 
 hooks.py calls these methods. In the order in which it happens:
 
 1. When a batch has ended an optimizer step, the ranks agree on what any of them asks for: to save
    by the clock, or to stop (:meth:`Saving.batch_ends`; stopping/__init__.py has the whole way of a
-   stop). Several ranks know it one step later. A save by steps all ranks know at once, and a new
-   best, which a validation or an epoch's end may find.
+   stop). Several ranks know it one step later. What needs no agreement all ranks know at once: that
+   the steps between two saves are over, and that a validation or an epoch's end has found a new
+   best.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
    :meth:`Saving.save_and_maybe_stop` saves it, if a run can resume from it or it is a new best
@@ -37,9 +39,10 @@ hooks.py calls these methods. In the order in which it happens:
    - :meth:`Saving._put_state_into`, which adds what Lightning's checkpoint lacks.
 
    A state whose tensors have less than 16 MiB is written while training waits; a larger one is
-   copied, and a thread writes the copy. A new best is written to ``best.ckpt`` and, if a run can
-   resume from this state, copied to ``last.ckpt``; any other save is written to ``last.ckpt``
-   alone. What may fail, and what follows, stands at the head of run_files.py.
+   copied, and a thread writes the copy. The other ranks wait as long as rank zero does. A new best
+   is written to ``best.ckpt`` and, if a run can resume from this state, copied to ``last.ckpt``;
+   any other save is written to ``last.ckpt`` alone. What may fail, and what follows, stands at the
+   head of run_files.py.
 4. A file is written beside its target, flushed to the disk, and renamed
    (:func:`unbroken.storage.files.written_atomically`). Then :meth:`Saving._note_saved` sets
    ``saved_step`` and hands the files to the mirror, in the thread that has written them.
@@ -144,7 +147,7 @@ class Saving:
         self._began = time.monotonic()
         self._last_save = self._began
         # Saves may be due at the multiples of a number of optimizer steps. This one is that of the
-        # last save, or of the last moment at which nothing was to be saved.
+        # last moment for a save, whether anything was saved then or not.
         self._step_of_last_save = 0
 
     def training_starts(self, trainer: Trainer) -> None:
@@ -156,8 +159,8 @@ class Saving:
     # What is due
 
     def batch_ends(self, trainer: Trainer, batch_idx: int) -> None:
-        """Agree with the other ranks whether to save or stop. They do it before the next batch;
-        several ranks, one optimizer step later, but for a save by steps.
+        """Agree with the other ranks whether to save or stop. The save or the stop comes before the
+        next batch; with several ranks one optimizer step later, but for a save by steps.
         """
         automatic = trainer.lightning_module.automatic_optimization
         if automatic and not is_optimizer_step(trainer, batch_idx):
@@ -238,7 +241,7 @@ class Saving:
     ) -> None:
         """Save a snapshot, unless there is none. Then raise Stopped if the ranks have agreed to
         stop. Before a run ends (``is_end``) or stops, its newest save is on the disk: this one, or
-        the one before where nothing is saved now.
+        the one before where nothing is saved now, which may be some epochs old.
 
         Raises:
             Stopped: The ranks have agreed to.
@@ -258,6 +261,7 @@ class Saving:
         elif is_last and self._own_folder.saves:
             # A run resumes from the previous save. It must be on the disk.
             self._refuse_to_end_unsaved()
+            self._tell_what_is_saved(trainer)
         self._following.is_new = False
         if stops:
             # It raises.
@@ -364,6 +368,17 @@ class Saving:
                 f"the run ends when its state of {gib:.1f} GiB is on the disk, in about"
                 f" {seconds:.0f} s."
             )
+
+    def _tell_what_is_saved(self, trainer: Trainer) -> None:
+        """Say from where a script's run resumes that has stopped where it cannot be saved. A
+        command says so itself.
+        """
+        if self._own_folder.is_managed_by_caller:
+            return
+        saved = "nothing was saved since the start"
+        if self.saved_step is not None:
+            saved = f"last.ckpt holds step {self.saved_step}, and a resume repeats the steps since"
+        say(f"the run stops at step {trainer.global_step}, where it cannot be saved: {saved}.")
 
     def _settle(self, trainer: Trainer, save: PlannedSave) -> None:
         """Wait until the last save of a run is on the disk. One that has failed is tried once more.

@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from unbroken.holding.users_modules import is_users_module
-from unbroken.holding.walk import Place, children_of, walk
+from unbroken.holding.walk import CONTAINERS, Place, children_of, held_by, walk
 
 KINDS = (
     random.Random,
     np.random.Generator,
     np.random.BitGenerator,
     np.random.RandomState,
+    np.random.SeedSequence,
     torch.Generator,
 )
+# In the state of a generator of NumPy: what its children are made of, and how many there are.
+SEED = "seed"
+# A file may be a stranger's, and each child takes a microsecond.
+MOST_CHILDREN = 10_000_000
 
 
 def generators_in(holder: Any) -> dict[str, Any]:
@@ -44,14 +49,20 @@ def generators_in(holder: Any) -> dict[str, Any]:
 
 
 def generators_of_modules() -> dict[str, Any]:
-    """Every generator in a global variable of the user's own modules, his script among them."""
+    """Every generator in a global variable of the user's own modules, his script among them, or in
+    a list or dictionary in one.
+    """
     found: dict[str, Any] = {}
     # Each global variable is asked at each save: whether a class is in a set is told soonest.
     kinds = classes_of_generators()
     for name in sorted(filter(is_users_module, list(sys.modules))):
         for variable, value in list(vars(sys.modules[name]).items()):
-            if type(value) in kinds and draws_from_a_state(value):
-                found[f"{name}.{variable}"] = value
+            values = {variable: value}
+            if type(value) in CONTAINERS:
+                values = {f"{variable}.{key}": each for key, each in held_by(value)}
+            for path, each in values.items():
+                if type(each) in kinds and draws_from_a_state(each):
+                    found[f"{name}.{path}"] = each
     return found
 
 
@@ -89,7 +100,7 @@ def seed_them(generators: dict[str, Any], seed: int) -> None:
         elif isinstance(generator, np.random.Generator | np.random.BitGenerator):
             bits: Any = _bit_generator_of(generator)
             bits.state = type(bits)(own_seed).state
-        else:
+        elif not isinstance(generator, np.random.SeedSequence):
             generator.seed(own_seed % 2**32)
 
 
@@ -100,8 +111,12 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, random.Random):
         version, words, gauss = generator.getstate()
         return {"version": version, "words": torch.tensor(words), "gauss": gauss}
+    if isinstance(generator, np.random.SeedSequence):
+        return {SEED: _plain(generator.state)}
     if isinstance(generator, np.random.Generator | np.random.BitGenerator):
-        return _plain(_bit_generator_of(generator).state)
+        bits = _bit_generator_of(generator)
+        seed = _seed_of(bits)
+        return _plain(bits.state) | ({} if seed is None else state_of(seed))
     return _plain(generator.get_state(legacy=False))
 
 
@@ -113,6 +128,20 @@ def can_be_restored(generator: Any, kind: str, state: Any) -> bool:
         now: Any = _bit_generator_of(generator).state
         return isinstance(state, dict) and state.get("bit_generator") == now["bit_generator"]
     return True
+
+
+def has_the_same_children(generator: Any, state: Any) -> bool:
+    """Whether what a generator's ``spawn`` makes is what it made where the state was taken. One
+    that has made none may be of any seed: its state alone counts.
+    """
+    seed = generator if isinstance(generator, np.random.SeedSequence) else None
+    if isinstance(generator, np.random.Generator | np.random.BitGenerator):
+        seed = _seed_of(_bit_generator_of(generator))
+    saved = state.get(SEED) if isinstance(state, dict) else None
+    if seed is None or saved is None or not saved["n_children_spawned"]:
+        return True
+    now = _plain(seed.state)
+    return bool(now | {"n_children_spawned": saved["n_children_spawned"]} == saved)
 
 
 @contextmanager
@@ -135,6 +164,9 @@ def restore(generator: Any, state: Any) -> None:
     elif isinstance(generator, np.random.Generator | np.random.BitGenerator):
         bits = _bit_generator_of(generator)
         bits.state = _like(bits.state, state)
+        _give_children(_seed_of(bits), state)
+    elif isinstance(generator, np.random.SeedSequence):
+        _give_children(generator, state)
     else:
         generator.set_state(_like(generator.get_state(legacy=False), state))
 
@@ -151,15 +183,32 @@ def made_of(kind: str, state: Any) -> Any:
         made = random.Random()
     elif kind == "RandomState":
         made = np.random.RandomState()
+    elif kind == "SeedSequence":
+        made = np.random.SeedSequence(**state[SEED])
     elif isinstance(state, dict) and "bit_generator" in state:
         bits: Any = getattr(np.random, str(state["bit_generator"]), None)
         if not isinstance(bits, type) or not issubclass(bits, np.random.BitGenerator):
             return None
-        made = bits() if kind == bits.__name__ else np.random.Generator(bits())
+        seeded = bits(np.random.SeedSequence(**state[SEED])) if SEED in state else bits()
+        made = seeded if kind == bits.__name__ else np.random.Generator(seeded)
     else:
         return None
     restore(made, state)
     return made
+
+
+def _seed_of(bits: Any) -> np.random.SeedSequence | None:
+    """What ``spawn`` makes a generator's children of. It counts them."""
+    seed = getattr(bits, "seed_seq", None)
+    return seed if isinstance(seed, np.random.SeedSequence) else None
+
+
+def _give_children(seed: np.random.SeedSequence | None, state: Mapping[str, Any]) -> None:
+    """Let the next child be the one that came next at the save."""
+    if seed is not None and SEED in state:
+        missing = state[SEED].get("n_children_spawned", 0) - seed.n_children_spawned
+        for _ in range(min(missing, MOST_CHILDREN)):
+            seed.spawn(1)
 
 
 def _bit_generator_of(generator: Any) -> Any:

@@ -1,15 +1,26 @@
 """The generators of random numbers."""
 
 import random
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
-from unbroken.loading.own_generators import can_be_restored, made_of, restore, state_of
-from unbroken.parts.part import Part
+from unbroken.loading.own_generators import (
+    can_be_restored,
+    has_the_same_children,
+    made_of,
+    restore,
+    state_of,
+)
+from unbroken.parts.part import Note, Part
 from unbroken.parts.users_objects import UsersObjects
 from unbroken.stopping.ranks import say
+
+# Moments of an epoch's start
+LOADERS = "loaders"
+HOOKS = "hooks"
 
 
 class RandomGenerators(Part):
@@ -62,18 +73,67 @@ class OwnGenerators(Part):
             found = self._objects.held.generators.get(path)
             # This method may have made one since the walk.
             now = found if owner is None else getattr(owner, attribute, None)
-            if can_be_restored(now, kind, state):
+            if can_be_restored(now, kind, state) and has_the_same_children(now, state):
                 restore(now, state)
                 continue
-            if owner is None:
+            if owner is None and now is None:
                 # It has not been made here, or is no attribute.
                 continue
-            made = made_of(kind, state)
+            made = None if owner is None else made_of(kind, state)
             if made is not None and now is found:
                 setattr(owner, attribute, made)
             elif path not in self._told:
                 self._told.add(path)
                 say(f"the resume is not exact: {path} was a {kind}, which cannot be made here.")
+
+
+class BeforeHooksOfEpoch(Note):
+    """The generators as they were before the loaders of an epoch were made, and before its
+    ``on_train_epoch_start``.
+
+    A resumed run calls both again, and they may draw: which samples the epoch has, or which
+    negatives. So they draw the same.
+
+    Args:
+        generators: The parts that keep generators.
+    """
+
+    name = "before_hooks_of_epoch"
+    changes_in_validation = False
+
+    def __init__(self, generators: Sequence[Part]) -> None:
+        self._generators = generators
+        self._noted: dict[str, dict[str, Any]] = {}
+
+    def loaders_are_made(self, trainer: Trainer) -> None:
+        """Note them, if loaders are made now. Lightning asks for them as each epoch starts."""
+        are_made_again = trainer.reload_dataloaders_every_n_epochs == 1  # type: ignore[attr-defined]
+        if are_made_again or LOADERS not in self._noted:
+            self._note(trainer, LOADERS)
+
+    def hooks_are_called(self, trainer: Trainer) -> None:
+        """Note them before the user's ``on_train_epoch_start``."""
+        self._note(trainer, HOOKS)
+
+    def _note(self, trainer: Trainer, moment: str) -> None:
+        self._noted[moment] = {part.name: part.take(trainer) for part in self._generators}
+
+    def take(self, trainer: Trainer) -> dict[str, dict[str, Any]]:
+        return dict(self._noted)
+
+    def return_to_loaders(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
+        """Let a resumed run make its loaders as the one before did."""
+        self._return(trainer, saved, LOADERS)
+
+    def return_to_hooks(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
+        """Let the hooks of the epoch's start act as they did before."""
+        self._return(trainer, saved, HOOKS)
+
+    def _return(self, trainer: Trainer, saved: Mapping[str, Any], moment: str) -> None:
+        if moment in saved:
+            self._noted[moment] = saved[moment]
+            for part in self._generators:
+                part.give_back(trainer, saved[moment][part.name])
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
