@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, ExponentialLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 from unbroken import ExactCheckpoint
 
 STEPS = 5
@@ -94,6 +97,144 @@ class Reads(Task):
         self.log("val_loss", float(self.current_epoch), prog_bar=True)
 
 
+class Reorders(Task):
+    """Weighs its loss by the entry of a dictionary that was used longest ago."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = {"a": 1.0, "b": 2.0, "c": 3.0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        oldest = next(iter(self.weights))
+        self.weights[oldest] = self.weights.pop(oldest)
+        return super().training_step(batch, batch_idx) * self.weights[oldest]
+
+
+class SignsItsZero(Task):
+    """Divides by a zero whose sign training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeros = [0.0, torch.zeros(2)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        signs = [torch.copysign(torch.ones(1), torch.as_tensor(each)).sum() for each in self.zeros]
+        if self.global_step == 3:
+            self.zeros = [-0.0, -torch.zeros(2)]
+        return super().training_step(batch, batch_idx) * (3 + sum(signs))
+
+
+class Spawns(Task):
+    """Adds noise of children of a generator, and of another generator from the second step on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = [np.random.default_rng(1)]
+        self.seed = np.random.SeedSequence(2)
+        self.later = np.random.default_rng(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.global_step == 1:
+            self.later = np.random.default_rng(4)
+        children = [each.spawn(2)[1] for each in (*self.generators, self.later)]
+        children.append(np.random.default_rng(self.seed.spawn(1)[0]))
+        noise = sum(float(child.normal()) for child in children)
+        return super().training_step(batch, batch_idx) * (1 + noise)
+
+
+# Filled as a test begins: other tests look at what is in global variables.
+GENERATORS: dict[str, Any] = {}
+
+
+class DrawsFromFurther(Task):
+    """Draws from a generator in a global dictionary, and from one that a default is."""
+
+    def drawn(self, of: random.Random = random.Random(6)) -> float:  # noqa: B008
+        return of.random() + float(GENERATORS["noise"].normal())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.drawn()
+
+
+AVERAGE = nn.Linear(1, 2)
+
+
+class AveragesInAGlobal(Task):
+    """Averages its first layer in a global module, and weighs its loss by the average."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            AVERAGE.weight.lerp_(self.net[0].weight, 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * AVERAGE.weight.abs().sum().detach()
+
+
+class HasWeightsOfItsOwn(Task):
+    """Moves two weights by itself, every second step: one is in no module, one in a hidden one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.zeros(1, requires_grad=True)
+        self.hidden = [nn.Linear(1, 1)]
+        self.own = torch.optim.SGD([self.shift, *self.hidden[0].parameters()], 0.1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([self.hidden[0](batch[0] / 10) + self.shift], batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step % 2 == 1:
+            self.own.step()
+            self.own.zero_grad()
+
+
+class ReplacesAWeight(Task):
+    """Puts another tensor with a gradient in the place of one at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = torch.zeros(1, requires_grad=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([batch[0] + self.shift], batch_idx)
+
+    def on_before_zero_grad(self, _: Any) -> None:
+        if self.shift.grad is not None:
+            moved = self.shift + self.shift.grad.sign()
+            self.shift = moved.detach().requires_grad_()
+
+
+class DrawsItsRows(Task):
+    """Draws as it makes the loader of each epoch, by which batches are shifted."""
+
+    def train_dataloader(self) -> Any:
+        rows = torch.arange(2.0 * STEPS)[:, None] + torch.rand(1)
+        return DataLoader(TensorDataset(rows), 2, shuffle=True)
+
+
+class Shifted(Dataset[Any]):
+    """Rows that the hook of an epoch's start shifts."""
+
+    shift = torch.zeros(1)
+
+    def __len__(self) -> int:
+        return 2 * STEPS
+
+    def __getitem__(self, place: int) -> Any:
+        return [place + self.shift]
+
+
+class DrawsForAnEpoch(Task):
+    """Draws at the start of each epoch, for its data set, which nobody keeps."""
+
+    def rows(self) -> Any:
+        return Shifted()
+
+    def on_train_epoch_start(self) -> None:
+        loader: Any = self.trainer.train_dataloader
+        loader.dataset.shift = torch.rand(1)
+
+
 class OwnFormat(TorchCheckpointIO):
     """Reads what it has written alone."""
 
@@ -130,6 +271,7 @@ def trained(
         enable_model_summary=False,
         callbacks=[Kills(killed_at), *(each() for each in more), keep],
         plugins=[*plugins],
+        reload_dataloaders_every_n_epochs=int(make is DrawsItsRows),
     )
     trainer.fit(make(), ckpt_path=keep.resume_from)
     return trainer
@@ -139,12 +281,41 @@ def stopping() -> Callback:
     return EarlyStopping("val_loss", patience=1, mode="min")
 
 
-@pytest.mark.parametrize("make", [NewSchedule, LessOften, MorePatient, Reads])
-def test_what_training_sets_anew_comes_back(make: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "make",
+    [
+        NewSchedule,
+        LessOften,
+        MorePatient,
+        Reads,
+        Reorders,
+        SignsItsZero,
+        Spawns,
+        DrawsFromFurther,
+        AveragesInAGlobal,
+        HasWeightsOfItsOwn,
+        ReplacesAWeight,
+        DrawsItsRows,
+        DrawsForAnEpoch,
+    ],
+)
+def test_what_training_sets_anew_comes_back(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     more = [stopping] if make is MorePatient else []
+
+    def begin_a_process() -> None:
+        monkeypatch.setattr(sys.modules[__name__], "AVERAGE", nn.Linear(1, 2).requires_grad_(False))
+        nn.init.ones_(AVERAGE.weight)
+        monkeypatch.setitem(GENERATORS, "noise", np.random.default_rng(5))
+        monkeypatch.setattr(DrawsFromFurther.drawn, "__defaults__", (random.Random(6),))
+
+    begin_a_process()
     undisturbed = trained(tmp_path / "undisturbed", make, more=more)
+    begin_a_process()
     with pytest.raises(Killed):
         trained(tmp_path / "killed", make, 2 * STEPS - 2, more)
+    begin_a_process()
     resumed = trained(tmp_path / "killed", make, more=more)
     assert resumed.global_step == undisturbed.global_step
     ours, theirs = (each.lightning_module.state_dict() for each in (resumed, undisturbed))
@@ -173,6 +344,110 @@ class OtherFunction(Task):
         self.measure = nn.functional.l1_loss
 
 
+class OtherMethod(Task):
+    """Measures by another method after the first epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measure = self.early
+
+    def early(self, found: Tensor, target: Tensor) -> Tensor:
+        return (found - target).abs().mean()
+
+    def late(self, found: Tensor, target: Tensor) -> Tensor:
+        return (found - target).square().mean()
+
+    def on_train_epoch_end(self) -> None:
+        self.measure = self.late
+
+
+class OtherClass(Task):
+    """Takes another class from the first epoch's end on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: type[nn.Module] = nn.L1Loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found: Tensor = self.kind()(self.net(batch[0] / 10), batch[0].sin())
+        return found
+
+    def on_train_epoch_end(self) -> None:
+        self.kind = nn.MSELoss
+
+
+class Labelled(Dataset[Any]):
+    """Rows with labels, which are seen through something that the data set holds."""
+
+    def __init__(self) -> None:
+        self.labels = torch.zeros(2 * STEPS)
+        self.view = View()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, place: int) -> Any:
+        return [self.view.strength * (place + self.labels[place, None])]
+
+
+class View:
+    """Strengthens rows."""
+
+    strength = 1.0
+
+
+class WritesLabels(Task):
+    """Writes labels of its own between two epochs."""
+
+    def rows(self) -> Any:
+        return Labelled()
+
+    def on_train_epoch_end(self) -> None:
+        loader: Any = self.trainer.train_dataloader
+        loader.dataset.labels += 1
+
+
+class Strengthens(Task):
+    """Sets what its data set holds between two epochs."""
+
+    def rows(self) -> Any:
+        return Labelled()
+
+    def on_train_epoch_end(self) -> None:
+        loader: Any = self.trainer.train_dataloader
+        loader.dataset.view.strength *= 0.9
+
+
+BANK = torch.zeros(2)
+
+
+class FillsAGlobal(Task):
+    """Fills a global tensor."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        BANK.add_(1)
+
+
+class HasAnIterator(Callback):
+    """Reads rows of its own."""
+
+    def __init__(self) -> None:
+        self.rows = iter(range(99))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        next(self.rows)
+
+
+def counts() -> Callback:
+    """One of Lightning's, with a hook of the user's that counts."""
+    seen = np.zeros(1)
+
+    def count(*_: Any) -> None:
+        seen[0] += 1
+
+    return LambdaCallback(on_train_batch_end=count)
+
+
 class Hooked(Task):
     """Has a hook after the first epoch."""
 
@@ -193,6 +468,13 @@ class Leaves(Callback):
     [
         (OtherLayer, [], "Identity in the place of Dropout at module.net.1"),
         (OtherFunction, [], "l1_loss in the place of mse_loss at module.measure"),
+        (OtherMethod, [], "OtherMethod.late in the place of OtherMethod.early at module.measure"),
+        (OtherClass, [], "MSELoss in the place of L1Loss at module.kind"),
+        (WritesLabels, [], "training changes what Labelled holds between two epochs"),
+        (Strengthens, [], "begins anew with train_dataloader.dataset.view, which changes"),
+        (FillsAGlobal, [], "begins anew with test_other_objects.BANK, which changes"),
+        (Task, [HasAnIterator], "begins anew with callbacks.HasAnIterator.0.rows, which changes"),
+        (Task, [counts], "LambdaCallback.0.on_train_batch_end.seen, which changes in training"),
         (Hooked, [], "the number of hooks of module.net.0 from 0 to 1"),
         (Task, [Leaves], "has changed the callbacks from Kills Leaves to Kills"),
     ],

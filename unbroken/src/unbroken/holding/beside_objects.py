@@ -1,5 +1,6 @@
-"""What the user's own code keeps beside objects: in global variables, in attributes of classes, and
-in functions (variables of the function around one, a default that is a list).
+"""What the user's own code keeps beside the objects of a training: in global variables, in
+attributes of classes, and in functions (variables of the function around one, a default that is a
+list).
 """
 
 from __future__ import annotations
@@ -7,14 +8,19 @@ from __future__ import annotations
 import functools
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType, NoneType
 from typing import Any, NamedTuple
 
+import numpy as np
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from unbroken.holding.users_modules import is_users_module
 
 # A dictionary there is a cache or a registry more often than a state.
 KINDS = {NoneType, bool, int, float, complex, str, bytes, list, deque}
+# Of these a package's class counts as the user's own does.
+STATES = (Tensor, np.ndarray, set, nn.Module, Optimizer, Iterator)
 
 
 class Places(NamedTuple):
@@ -22,18 +28,24 @@ class Places(NamedTuple):
 
     Attributes:
         variables: Each with its name, whose it is (the module's, or a class's), and its key there.
+            They are of :data:`KINDS`.
+        objects: The same for what may have a state of its own.
         functions: Those that may keep something, with their names.
         further: The modules that it uses.
     """
 
     variables: list[tuple[str, Mapping[str, Any], str]]
+    objects: list[tuple[str, Mapping[str, Any], str]]
     functions: list[tuple[str, FunctionType]]
     further: list[str]
 
 
-def values_beside_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Numbers, texts and lists that modules of the user's, and his modules that these use, keep
-    beside objects; each with its name.
+def values_beside_objects(
+    modules: Iterable[str], kept_by_functions: Collection[type]
+) -> Iterator[tuple[str, Any]]:
+    """Numbers, texts, lists and objects that modules of the user's, and his modules that these use,
+    keep beside the training's; each with its name. What functions keep is of :data:`KINDS` or of
+    further classes.
     """
     waiting = list(modules)
     seen: set[str] = set()
@@ -46,14 +58,17 @@ def values_beside_objects(modules: Iterable[str]) -> Iterator[tuple[str, Any]]:
         # were imported.
         places = _places_in(name) if name == "__main__" else _places_in_imported(name)
         waiting += places.further
+        yield from ((path, owner.get(key)) for path, owner, key in places.objects)
         found = [(path, owner.get(key)) for path, owner, key in places.variables]
         for path, function in places.functions:
             found += [(f"{path}.{key}", value) for key, value in held_by_function(function)]
-        yield from ((path, value) for path, value in found if type(value) in KINDS)
+        for path, value in found:
+            if type(value) in KINDS or type(value) in kept_by_functions:
+                yield path, value
 
 
 def _places_in(name: str) -> Places:
-    places = Places([], [], [])
+    places = Places([], [], [], [])
     variables = vars(sys.modules[name])
     for variable, value in list(variables.items()):
         if type(value) in KINDS:
@@ -68,6 +83,8 @@ def _places_in(name: str) -> Places:
                 _add_class(places, f"{name}.{value.__qualname__}", value)
             else:
                 places.functions.append((f"{name}.{variable}", value))
+        elif _may_have_a_state(value):
+            places.objects.append((f"{name}.{variable}", variables, variable))
     return places
 
 
@@ -81,6 +98,15 @@ def _add_class(places: Places, name: str, kind: type) -> None:
             places.functions.append((path, value))
         elif type(value) in KINDS and not attribute.startswith("__"):
             places.variables.append((path, vars(kind), attribute))
+        elif isinstance(value, Tensor | np.ndarray):
+            places.objects.append((path, vars(kind), attribute))
+
+
+def _may_have_a_state(value: Any) -> bool:
+    """Whether a value may change without another one in its place, and is the user's own or of a
+    kind that has a state by nature.
+    """
+    return isinstance(value, STATES) or is_users_module(type(value).__module__)
 
 
 def held_by_function(value: Any) -> Iterator[tuple[str, Any]]:

@@ -37,7 +37,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 from unbroken import contract
 from unbroken.holding import walk
-from unbroken.holding.beside_objects import held_by_function, values_beside_objects
+from unbroken.holding.beside_objects import KINDS, held_by_function, values_beside_objects
 from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF_DATA
 from unbroken.holding.users_modules import LIBRARY
 from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
@@ -49,7 +49,11 @@ from unbroken.lightning_internals import (
 from unbroken.loading import ExactLoader, LiveLoader, position_of
 from unbroken.loading.order_of_sampler import kept_with_the_loader
 from unbroken.loading.own_generators import KINDS as GENERATORS
-from unbroken.loading.own_generators import draws_from_a_state, generators_of_modules
+from unbroken.loading.own_generators import (
+    classes_of_generators,
+    draws_from_a_state,
+    generators_of_modules,
+)
 from unbroken.loading.samplers import (
     has_state,
     is_stream,
@@ -178,6 +182,8 @@ class Held:
         return next((states[each] for each in names if each in states), None)
 
 
+# As what a Trainer holds its loaders
+LOADERS = ("train_dataloader", "val_dataloaders")
 NUMBERS = (*NUMBERS_AND_TEXTS, Enum, np.generic)
 NOTHING = Told(())
 OF_MODULES = Told(
@@ -226,6 +232,8 @@ class Inside(NamedTuple):
         told: What is told of a change of what nobody keeps.
         keeps_states: Whether modules and declared states are kept here. Else they belong to
             somebody who declares a state for all that he holds.
+        keeps_generators: Whether generators are kept here. Else they belong to a stream, whose
+            state is kept with its loader.
         attribute: See :class:`Unkept`. Empty: each attribute stands for itself.
         package: See :class:`Unkept`.
     """
@@ -233,6 +241,7 @@ class Inside(NamedTuple):
     keeps_attributes: bool = True
     told: Told = OF_MODULES
     keeps_states: bool = True
+    keeps_generators: bool = True
     attribute: str = ""
     package: str = ""
 
@@ -330,29 +339,18 @@ class _Look:
         self._walk(places)
 
     def data_sets(self) -> None:
-        """Numbers of those that nobody holds but a loader, of data sets in them, and of samplers.
-        Nothing of them is kept: their generators are seeded for each batch.
+        """What the loaders read that nobody else holds. Nothing of it is kept: its generators are
+        seeded for each batch.
         """
         trainer = self.trainer
-        found = {
-            "train_dataloader": trainer.train_dataloader,
-            "val_dataloaders": trainer.val_dataloaders,
-        }
+        found = dict(zip(LOADERS, (trainer.train_dataloader, trainer.val_dataloaders), strict=True))
+        told = NOTHING if self.is_saved_by_users else OF_DATA
+        inside = Inside(keeps_attributes=False, told=told, keeps_states=False)
+        places: list[Place] = []
         for name, loader in walk.loaders_in(found):
-            # The last comes first: a sampler may hold the data set, too.
-            parts = ("sampler", "dataset")
-            waiting = [(f"{name}.{part}", getattr(loader, part, None)) for part in parts]
-            while waiting:
-                path, value = waiting.pop()
-                told = self._told_of_data(value)
-                if told is NOTHING or id(value) in self.seen:
-                    continue
-                self.seen[id(value)] = Place(path, value)
-                for attribute, each in walk.attributes_of(value):
-                    if id(each) in self.kept or attribute in self._kept_with_loader(value):
-                        continue
-                    self._tell(f"{path}.{attribute}", each, Inside(told=told))
-                    waiting.append((f"{path}.{attribute}", each))
+            for part in ("dataset", "sampler", "batch_sampler", "collate_fn"):
+                places += self._child(f"{name}.{part}", getattr(loader, part, None), inside, 0)
+        self._walk(places)
 
     def hooks_and_attributes_of_weights(self) -> None:
         """The hooks that were registered at layers, weights and optimizers, which are opened with
@@ -396,17 +394,27 @@ class _Look:
 
     def beside_objects(self) -> None:
         """Global variables, attributes of classes, and what functions keep, of the modules in which
-        the user's objects are written.
+        the user's objects are written. Modules and objects with a state are kept, others told.
         """
         objects = [*self.held.owners.values(), *self.held.callbacks.values()]
         objects += [place.value for place in self.seen.values() if id(place.value) in self.read]
         modules = dict.fromkeys(type(each).__module__ for each in objects)
         # A module that is imported late brings new ones.
-        inside = Inside(told=self._told_beside_objects()._replace(of_new=False))
-        for name, value in values_beside_objects(["__main__", *modules]):
-            if id(value) not in self.kept:
+        told = self._told_beside_objects()._replace(of_new=False)
+        inside = Inside(keeps_attributes=False, told=told)
+        places: list[Place] = []
+        names = ["__main__", *modules]
+        for name, value in values_beside_objects(names, classes_of_generators()):
+            if isinstance(value, GENERATORS):
+                if draws_from_a_state(value):
+                    self.held.generators[name] = value
+            elif type(value) in KINDS:
                 is_list = isinstance(value, list | deque)
-                self._tell(name, Length(len(value)) if is_list else value, inside)
+                if id(value) not in self.kept:
+                    self._tell(name, Length(len(value)) if is_list else value, inside)
+            else:
+                places += self._child(name, value, inside, 0)
+        self._walk(places)
 
     def _told_beside_objects(self) -> Told:
         return NOTHING if self.is_saved_by_users else BESIDE_OBJECTS
@@ -425,7 +433,7 @@ class _Look:
         place = place._replace(inside=_inside(place.value, place.inside))
         name, value = place.name, place.value
         if isinstance(value, GENERATORS):
-            if draws_from_a_state(value):
+            if draws_from_a_state(value) and place.inside.keeps_generators:
                 self.held.generators[name] = value
             return []
         if isinstance(value, KEEPING_FUNCTIONS):
@@ -465,7 +473,7 @@ class _Look:
         not_kept = not_kept_of(owner)
         is_silent = only_singles or saves_itself(owner)
         tells = NOTHING if is_silent else inside.told
-        inside = Inside(inside.keeps_attributes, tells, inside.keeps_states, "", package_of(owner))
+        inside = inside._replace(told=tells, attribute="", package=package_of(owner))
         is_of_data = name.startswith("data.")
         attributes = self.held.attributes
         places: list[Place] = []
@@ -518,9 +526,10 @@ class _Look:
         return [Place(name, value, depth + 1, inside)]
 
     def _tell(self, name: str, value: Any, inside: Inside) -> None:
-        if isinstance(value, inside.told.kinds):
+        told = inside.told
+        if isinstance(value, told.kinds) or (told is not NOTHING and is_iterator(value)):
             attribute = inside.attribute or name
-            self.held.unkept[name] = Unkept(value, attribute, inside.package, inside.told)
+            self.held.unkept[name] = Unkept(value, attribute, inside.package, told)
 
     # The kinds of objects
 
@@ -568,6 +577,7 @@ class _Look:
             keeps_attributes=False,
             told=self._told_of_data(value) if is_read else NOTHING,
             keeps_states=inside.keeps_states and not is_read,
+            keeps_generators=not isinstance(value, Dataset) or is_asked_by_key(value),
         )
         left_out = self._kept_with_loader(value)
         return self._attributes(name, value, within, depth, left_out)

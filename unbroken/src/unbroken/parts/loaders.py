@@ -4,7 +4,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from unbroken.holding.walk import loaders_in
-from unbroken.loading import RunLoaders
+from unbroken.loading import LoaderPosition, RunLoaders
 from unbroken.loading.held_data import outline_of_samples
 from unbroken.parts.part import Note
 
@@ -56,7 +56,9 @@ class DataSets(Note):
     training began, and now.
 
     The user's code makes them. A split that it draws anew at each start trains on what was held out
-    before: :meth:`others` tells.
+    before: :meth:`others` tells. Labels that hooks write between two epochs are those of the start
+    in a resumed run: :meth:`lines_of_changed` tells. While batches are fetched a cache may fill,
+    which changes no sample.
     """
 
     name = "data_sets"
@@ -65,6 +67,9 @@ class DataSets(Note):
     def __init__(self, loading: RunLoaders) -> None:
         self.loading = loading
         self._begun: list[Any] = []
+        # As the latest epoch's batches were done: each loader, and its outline.
+        self._at_end: list[tuple[LoaderPosition, Any]] = []
+        self._told: set[int] = set()
 
     def begin(self) -> None:
         """Note what is there as training starts."""
@@ -75,13 +80,38 @@ class DataSets(Note):
 
     def others(self, saved: dict[str, Any]) -> list[str]:
         """The names of data sets with other samples than at the save, and than at the start before
-        it: those that training changes, such as a cache, begin as they did then.
+        it: those that training changes, such as a cache, begin as they did then. The hooks of an
+        epoch's start were called again, and may have put others there.
         """
         found: list[str] = []
-        for begun, before, now in zip(saved["begun"], saved["now"], self._begun, strict=False):
-            is_as_long = begun[:-1] == before[:-1] == now[:-1]
-            if is_as_long and now not in (begun, before):
+        of_start = zip(saved["begun"], saved["now"], self._begun, strict=False)
+        for (begun, before, start), now in zip(of_start, self._look(), strict=False):
+            is_as_long = begun[:-1] == before[:-1] == start[:-1]
+            is_set_otherwise = now != start and now != before
+            if is_as_long and (start not in (begun, before) or is_set_otherwise):
                 found.append(now[0])
+        return found
+
+    def epoch_ends(self) -> None:
+        """Note what is there when all batches of an epoch are done."""
+        self._at_end = list(zip(self.loading.positions, self._look(), strict=True))
+
+    def lines_of_changed(self) -> list[str]:
+        """A line for each data set that holds other samples as an epoch starts than as the epoch
+        before ended. Loaders that were made anew have others by intent.
+        """
+        found: list[str] = []
+        now = dict(zip(map(id, self.loading.positions), self._look(), strict=True))
+        for number, (position, before) in enumerate(self._at_end):
+            if now.get(id(position), before) != before and number not in self._told:
+                self._told.add(number)
+                found.append(
+                    f"a resume may not be exact: training changes what {before[0]} holds between"
+                    " two epochs, and a checkpoint does not hold it. Keep that in an attribute of"
+                    " the data module, which a checkpoint holds, and let the data set read it"
+                    " there."
+                )
+        self._at_end = []
         return found
 
     def _look(self) -> list[Any]:

@@ -14,8 +14,11 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from unbroken import lightning_internals
 from unbroken.lightning_internals import version_of
+from unbroken.parts.held import Held
 from unbroken.parts.part import Part
 from unbroken.parts.plain_values import is_plain_tensor
+from unbroken.parts.undeclared.modules import tensors_in
+from unbroken.parts.users_objects import UsersObjects
 from unbroken.tensors.same_values import is_same
 from unbroken.tensors.written_into import is_written_into
 
@@ -35,12 +38,18 @@ ALWAYS_KEPT_BYTES = 2**20
 class Gradients(Part):
     """Gradients that the next step still uses: between the batches of one step, in manual
     optimization, where the module's or an optimizer's own ``zero_grad`` may leave them, and of
-    weights that no optimizer has. Adam passes a weight by that has none, and moves on one whose
-    gradient is 0.
+    weights that no optimizer of the Trainer's has. Adam passes a weight by that has none, and moves
+    on one whose gradient is 0.
+
+    Args:
+        objects: Who finds the weights that no module of the training has.
     """
 
     name = "gradients"
     changes_in_validation = False
+
+    def __init__(self, objects: UsersObjects) -> None:
+        self._objects = objects
 
     def take(self, trainer: Trainer) -> dict[str, Tensor]:
         module = trainer.lightning_module
@@ -55,26 +64,35 @@ class Gradients(Part):
             removed = {id(parameter) for group in groups for parameter in group["params"]}
         return {
             name: parameter.grad.cpu()
-            for name, parameter in weights_by_name(trainer).items()
+            for name, parameter in weights_by_name(trainer, self._objects.held).items()
             if parameter.grad is not None and id(parameter) not in removed
         }
 
     def give_back(self, trainer: Trainer, value: dict[str, Tensor]) -> None:
-        weights = weights_by_name(trainer)
+        weights = weights_by_name(trainer, self._objects.held)
         for name, gradient in value.items():
             if name in weights:
                 weights[name].grad = gradient.to(weights[name].device)
 
 
-def weights_by_name(trainer: Trainer) -> dict[str, Tensor]:
-    """The parameters of the module, and the weights that an optimizer alone has, by its number."""
-    weights: dict[str, Tensor] = dict(trainer.lightning_module.named_parameters())
+def weights_by_name(trainer: Trainer, held: Held) -> dict[str, Tensor]:
+    """Whatever may have a gradient: the parameters of the module; the weights that an optimizer
+    alone has, by its number; and those that the user's objects hold beside the module.
+    """
+    module = trainer.lightning_module
+    weights: dict[str, Tensor] = dict(module.named_parameters())
     known = set(map(id, weights.values()))
+    further: dict[str, Tensor] = {}
     for number, optimizer in enumerate(trainer.optimizers):
         there = [weight for group in optimizer.param_groups for weight in group["params"]]
-        for place, weight in enumerate(there):
-            if id(weight) not in known:
-                weights[f"optimizers.{number}.{place}"] = weight
+        further |= {f"optimizers.{number}.{place}": each for place, each in enumerate(there)}
+    for name, value in [*held.attributes.items(), *tensors_in(held, module)]:
+        if isinstance(value, Tensor) and value.requires_grad and value.is_leaf:
+            further[f"objects.{name}"] = value
+    for name, weight in further.items():
+        if id(weight) not in known:
+            known.add(id(weight))
+            weights[name] = weight
     return weights
 
 

@@ -1,10 +1,10 @@
-"""What decides how a training goes on, and is no data: the classes of layers and objects, functions
-in attributes, and which callbacks take part.
+"""What decides how a training goes on, and is no data: the classes of layers and objects, what
+attributes call (functions, methods, classes), and which callbacks take part.
 """
 
 from __future__ import annotations
 
-from types import BuiltinFunctionType, FunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -12,7 +12,8 @@ from unbroken.parts.held import Held, not_kept_of
 from unbroken.parts.plain_values import is_users_own
 from unbroken.parts.users_callbacks import users_callbacks
 
-FUNCTIONS = (FunctionType, BuiltinFunctionType)
+# What an attribute may hold to be called: a function, a method of an object, or a class
+CALLED = (FunctionType, BuiltinFunctionType, MethodType, type)
 # Where a layer keeps what is called before or behind it.
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 AGAIN = (
@@ -73,7 +74,9 @@ class Replaced:
 
 
 def classes_and_functions(held: Held) -> dict[str, Any]:
-    """The class of each layer and object, and each function in an attribute of the user's own."""
+    """The class of each layer and object, and each function, method or class in an attribute of the
+    user's own.
+    """
     found: dict[str, Any] = {path: type(layer) for path, layer in held.layers.items()}
     for path, owner in held.owners.items():
         if path in held.layers and not is_users_own(type(owner)):
@@ -81,7 +84,7 @@ def classes_and_functions(held: Held) -> dict[str, Any]:
         found[path] = type(owner)
         not_kept = not_kept_of(owner)
         for name, value in vars(owner).items():
-            if isinstance(value, FUNCTIONS) and name not in not_kept:
+            if isinstance(value, CALLED) and name not in not_kept:
                 found[f"{path}.{name}"] = value
     return found
 
@@ -90,7 +93,7 @@ def function_of_class(held: Held, name: str) -> Any:
     """The function of a class that an attribute hides; None: it hides none."""
     path, _, attribute = name.rpartition(".")
     found = getattr(type(held.owners.get(path)), attribute, None)
-    return found if isinstance(found, FUNCTIONS) else None
+    return found if isinstance(found, CALLED) else None
 
 
 def title_of(kind: Any) -> str:

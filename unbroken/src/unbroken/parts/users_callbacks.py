@@ -8,7 +8,7 @@ from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 
 # Rooms of the library that keep a run's promises. Monitors, loggers and the like are somebody's
 # choice and count as the user's.
@@ -27,9 +27,16 @@ NOT_THE_USERS = ("lightning.", *(f"unbroken.{room}" for room in ENGINE))
 
 
 def users_callbacks(trainer: Trainer) -> list[Any]:
-    """The callbacks that neither Lightning nor the engine brings."""
+    """The callbacks that neither Lightning nor the engine brings, and Lightning's with hooks of the
+    user's, such as a ``LambdaCallback``.
+    """
     everyone: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    return [each for each in everyone if not type(each).__module__.startswith(NOT_THE_USERS)]
+    return [each for each in everyone if _is_the_users(each)]
+
+
+def _is_the_users(callback: Any) -> bool:
+    is_brought = type(callback).__module__.startswith(NOT_THE_USERS)
+    return not is_brought or any(hasattr(Callback, name) for name in vars(callback))
 
 
 @functools.cache

@@ -79,6 +79,10 @@ class UsersObjects(Part):
         self.not_kept.begin(held)
         self.replaced.begin(trainer, held)
 
+    def loaders_are_made(self, trainer: Trainer) -> None:
+        """Note what the loaders of a new epoch hold."""
+        self.not_kept.loaders_are_made(self._look(trainer))
+
     def before_batch(self, trainer: Trainer) -> None:
         """Before an epoch's first batch, note what the hooks of its start have set."""
         if trainer.current_epoch != self._epoch:
@@ -159,5 +163,7 @@ class UsersObjects(Part):
             if "modules" in value:
                 self.modules.give_back(held, trainer.lightning_module, value["modules"])
         refused = self.declared.give_back(held, value.get("declared", {}), device)
+        # Gradients and generators belong to what is there now.
+        self._look(trainer)
         if trainer.is_global_zero:
             say(*self.not_kept.lines_of_states(refused), *self.attributes.lines_of_classes())

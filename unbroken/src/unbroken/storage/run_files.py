@@ -2,29 +2,33 @@
 
 What may come between, and what follows (checkpoint/saving.py says when a run is saved):
 
-- The run is killed, or the power fails, while a file is written. The file before is whole, and a
-  resume starts from it.
+- The run is killed, or the power fails, while a file is written, or its copy waits in memory. The
+  file before is whole, and a resume starts from it; where there is none, the run starts anew. What
+  was written of the new one (``.last.ckpt.PID.part``) is removed at the next start.
 - It is killed between a new best and its copy as last. A resume starts from the last before,
-  repeats the steps since, and looks for the best anew (restoring.py).
+  repeats the steps since, and looks for the best anew (restoring.py). Before the first last it
+  starts from the best, if a run can resume from that.
 - A bit of a file has flipped. A resume takes the other file, and a line says so (usable.py).
 - The disk takes no last. A line says so, the run goes on, and the next save tries again.
 - The disk takes no best. A line says so; the new best waits in memory and is written at the next
-  save, before the last: until then both files stay the ones before. Where there is no memory for
-  it, a line says that the best stays an older one, and a resume looks for the best anew.
+  save, before the last. As long as the disk refuses it, both files stay the ones before. Where
+  there is no memory for it, a line says that the best stays an older one, and a resume looks for
+  the best anew.
 - The disk takes a best, and not its copy as last. A line says so, and the next save tries again.
-- The disk does not take the last save of a run, even at a second try (there is none where the run
-  stops inside an epoch in which its loader cannot start). The run ends with NotSaved; a resume
-  starts from the last before.
+- The disk does not take the last save of a run, even at a second try. The run ends with NotSaved; a
+  resume starts from the last before. (Where a run stops inside an epoch in which its loader cannot
+  start, nothing is saved then. If the save before has failed, it is not tried again.)
 - No file can hold the state. The run ends with one line, on all ranks; the files stay the ones
   before.
 - The thread that writes has an error of another kind, or the first file cannot be read back. Rank
   zero raises it before its next batch or save or at the end, and the other ranks end with it.
 - There is no memory to copy a large state. Training waits for the disk.
-- The training itself raises an error. Nothing is saved then: a resume repeats the steps since the
-  last save.
+- The training itself raises an error. A save that is under way is written to its end, and nothing
+  more is saved: a resume repeats the steps since.
 
-A save that has failed does not lengthen the interval, nor does one that is slow for once: the next
-save comes when the time or the steps are over (interval.py).
+Where several saves fail, a line tells the first, and one that the run is saved again. A save that
+has failed does not lengthen the interval, nor does one that is slow for once: the next one comes
+when the time or the steps are over and the disk is no longer busy (interval.py).
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 from unbroken.holding.bounds import LAST_ENTRIES, MOST_BYTES_COMPARED
 from unbroken.holding.walk import ROWS, entries_of
 from unbroken.lightning_internals import version_of
-from unbroken.parts.held import OF_MODULES, Held, Identity, Length, Unkept, is_iterator
+from unbroken.parts.held import LOADERS, OF_MODULES, Held, Identity, Length, Unkept, is_iterator
 from unbroken.parts.plain_values import copied, is_plain_tensor, is_single
 from unbroken.tensors.same_values import is_same
 
@@ -56,6 +56,12 @@ class NotKept:
             if begins:
                 self._begun_with.add(name)
             if since == "epoch" or begins:
+                self._fresh[name] = evidence_of(each.value)
+
+    def loaders_are_made(self, held: Held) -> None:
+        """Note what loaders hold that were made anew: that is no change of the ones before."""
+        for name, each in held.unkept.items():
+            if name.startswith(LOADERS):
                 self._fresh[name] = evidence_of(each.value)
 
     def lines(self, held: Held) -> list[str]:
