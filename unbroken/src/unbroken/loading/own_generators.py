@@ -27,7 +27,8 @@ KINDS = (
     np.random.SeedSequence,
     torch.Generator,
 )
-# In the state of a generator of NumPy: what its children are made of, and how many there are.
+# In the state of a generator of NumPy that has children: what they are made of, and how many there
+# are.
 SEED = "seed"
 # A file may be a stranger's, and each child takes a microsecond.
 MOST_CHILDREN = 10_000_000
@@ -116,7 +117,10 @@ def state_of(generator: Any) -> Any:
     if isinstance(generator, np.random.Generator | np.random.BitGenerator):
         bits = _bit_generator_of(generator)
         seed = _seed_of(bits)
-        return _plain(bits.state) | ({} if seed is None else state_of(seed))
+        # Without children any seed is as good, and one that nobody has given is another one in each
+        # process.
+        has_children = seed is not None and seed.n_children_spawned > 0
+        return _plain(bits.state) | (state_of(seed) if has_children else {})
     return _plain(generator.get_state(legacy=False))
 
 
@@ -138,7 +142,7 @@ def has_the_same_children(generator: Any, state: Any) -> bool:
     if isinstance(generator, np.random.Generator | np.random.BitGenerator):
         seed = _seed_of(_bit_generator_of(generator))
     saved = state.get(SEED) if isinstance(state, dict) else None
-    if seed is None or saved is None or not saved["n_children_spawned"]:
+    if seed is None or saved is None:
         return True
     now = _plain(seed.state)
     return bool(now | {"n_children_spawned": saved["n_children_spawned"]} == saved)

@@ -232,8 +232,8 @@ class Inside(NamedTuple):
         told: What is told of a change of what nobody keeps.
         keeps_states: Whether modules and declared states are kept here. Else they belong to
             somebody who declares a state for all that he holds.
-        keeps_generators: Whether generators are kept here. Else they belong to a stream, whose
-            state is kept with its loader.
+        keeps_generators: Whether generators are kept here. Else they are seeded for each batch, or
+            belong to a stream, whose state is kept with its loader.
         attribute: See :class:`Unkept`. Empty: each attribute stands for itself.
         package: See :class:`Unkept`.
     """
@@ -345,7 +345,7 @@ class _Look:
         trainer = self.trainer
         found = dict(zip(LOADERS, (trainer.train_dataloader, trainer.val_dataloaders), strict=True))
         told = NOTHING if self.is_saved_by_users else OF_DATA
-        inside = Inside(keeps_attributes=False, told=told, keeps_states=False)
+        inside = Inside(False, told, keeps_states=False, keeps_generators=False)
         places: list[Place] = []
         for name, loader in walk.loaders_in(found):
             for part in ("dataset", "sampler", "batch_sampler", "collate_fn"):
@@ -573,11 +573,12 @@ class _Look:
             # Caches in it may fill. One that grows is no longer what the constructor makes.
             within = inside._replace(attribute=inside.attribute or name)
             self._tell(f"{name}.length", Length(length), within)
+        keeps_its_state = isinstance(value, Dataset) and not is_asked_by_key(value)
         within = inside._replace(
             keeps_attributes=False,
             told=self._told_of_data(value) if is_read else NOTHING,
             keeps_states=inside.keeps_states and not is_read,
-            keeps_generators=not isinstance(value, Dataset) or is_asked_by_key(value),
+            keeps_generators=inside.keeps_generators and not keeps_its_state,
         )
         left_out = self._kept_with_loader(value)
         return self._attributes(name, value, within, depth, left_out)
