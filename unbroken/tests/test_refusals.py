@@ -81,7 +81,7 @@ def test_an_error_of_a_dead_worker_while_another_one_is_told_is_told(
     def interrupted(error: BaseException) -> None:
         raise RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
 
-    monkeypatch.setattr(start.traceback, "print_exception", interrupted)
+    monkeypatch.setattr(start.traceback, "format_exception", interrupted)
     assert start.report(KeyError("x")) == 2
     assert (
         "a process that loads data has died (DataLoader worker (pid 7)" in capsys.readouterr().err

@@ -211,7 +211,9 @@ def _tell(error: BaseException) -> int:
     line = _line_of(error)
     if line is None:
         with suppress(OSError):
-            traceback.print_exception(error)
+            # It may quote a file of somebody else.
+            told = without_control_characters("".join(traceback.format_exception(error)))
+            print(told, end="", file=sys.stderr, flush=True)
         return 1
     _print_error(line)
     return 1 if _what_the_user_can_do(error) is None else 2
