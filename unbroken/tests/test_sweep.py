@@ -70,7 +70,8 @@ def flags(tmp_path: Path) -> list[str]:
 
 
 def run(words: list[str]) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
+    packages = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    environment = {**os.environ, "PYTHONPATH": packages, "WANDB_MODE": "disabled"}
     command = [sys.executable, "-m", "numerals.sweep", *words]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, text=True, stdout=-1, stderr=subprocess.STDOUT
@@ -592,6 +593,7 @@ def test_the_sweep_file_is_the_working_folders_else_the_repositorys(
         (["--seed", "-1"], "--seed must be from 0 to 4294967295, got -1."),
         (["--space", "missing.yaml"], "--space: missing.yaml cannot be read"),
         (["--space", sys.executable], "is not valid YAML."),
+        (["--space", os.sep], f"--space must be an ordinary file, got {os.sep}."),
     ],
 )
 def test_bad_options_are_told_in_one_line(
@@ -732,14 +734,12 @@ def test_a_trial_gets_no_option_that_the_space_does_not_have(
     monkeypatch.setattr(trials.subprocess, "Popen", FakeProcess)
     space = Space({"lr": FloatDistribution(0.0, 1.0)}, "val/error", goal="minimize")
     study = studies.open_study(tmp_path, space, trials=2, seed=0)
-    # As a stranger's journal may have it: a trial that was interrupted, and one that has ended.
     evil = {"model": CategoricalDistribution(["theirs.evil.Net"])}
-    study.ask({**evil, **space.parameters})
+    asked = study.ask({**evil, **space.parameters})
     ended = study.ask(evil)
     ended.report(0.1, 0)
     study.tell(ended, 0.1)
-    study = studies.open_study(tmp_path, space, trials=2, seed=0)
-    running = RunningTrial(studies.next_trial(study, space), space, tmp_path, ["numerals.fit"], {})
+    running = RunningTrial(asked, space, tmp_path, ["numerals.fit"], {})
     command = running.process.command  # type: ignore[attr-defined]
     assert not [word for word in command if "evil" in word]
     assert [word for word in command if word.startswith("--lr=")]
@@ -747,15 +747,6 @@ def test_a_trial_gets_no_option_that_the_space_does_not_have(
     results.draw(tmp_path / "sweep.png", study, space, "lr")
     sweep.say_what_is_best("numerals", study, tmp_path, space, [])
     assert "evil" not in capsys.readouterr().out
-
-
-def test_a_journal_of_another_space_is_told_in_one_line(tmp_path: Path) -> None:
-    study = studies.open_study(tmp_path, Space({}), trials=1, seed=0)
-    study.ask({"lr": CategoricalDistribution(["theirs.evil.Net"])})
-    space = Space({"lr": FloatDistribution(0.0, 1.0)})
-    study = studies.open_study(tmp_path, space, trials=1, seed=0)
-    with pytest.raises(UserError, match="is of another search space"):
-        studies.next_trial(study, space)
 
 
 def test_a_folder_that_is_no_sweep_s_is_left_as_it_is(
@@ -880,6 +871,8 @@ def test_wandbs_distributions_are_understood(entry: dict, parameter: Any, tmp_pa
         ),
         ("{parameters: {x: 1}, metric: {goal: large}}", "metric must be"),
         ("{parameters: {x: 1}, metric: accuracy}", "metric must be"),
+        ("{parameters: {x: 1}, metric: {name: [1]}}", r"metric.name must be a text, got \[1\]"),
+        ("{parameters: {x: 1}, metric: {name: ''}}", "metric.name must be a text, got"),
     ],
 )
 def test_a_bad_sweep_file_is_told_in_one_line(text: str, message: str, tmp_path: Path) -> None:

@@ -97,6 +97,14 @@ def read_bytes(path: Path, most: int | None = MOST_TEXT) -> bytes:
     return data
 
 
+def read_end(path: Path, most: int = MOST_TEXT) -> bytes:
+    """The last bytes of an ordinary file, which may have any size."""
+    with opened(path, None) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - most))
+        return file.read(most)
+
+
 def read_text(path: Path, most: int | None = MOST_TEXT) -> str:
     """The text of an ordinary file."""
     return read_bytes(path, most).decode()

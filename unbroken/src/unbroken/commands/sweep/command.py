@@ -16,7 +16,7 @@ import shlex
 import shutil
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from unbroken.cli.program import folder_of
 from unbroken.cli.start import quick_imports
 from unbroken.errors import UserError, require
 from unbroken.storage.files import write_atomically
+from unbroken.storage.reading import read_json
 from unbroken.tables import format_table, write_rows
 from unbroken.trust import keys
 from unbroken.trust.links import refuse_links_that_leave, refuse_pipes
@@ -53,6 +54,8 @@ SET_FOR_EVERY_TRIAL = {
     "--monitor": METRIC,
     "--mode": METRIC,
 }
+# Characters of the options with which a sweep was begun
+LONGEST_SHOWN = 400
 # What keeps a trial short. What has won is trained without it.
 LIMITS = (
     "max_epochs",
@@ -70,6 +73,8 @@ def main(package: str, argv: list[str]) -> int:
     args, fit_arguments = read_options(package, argv)
     space_file = args.space or default_space_file(package)
     space = read_space(space_file)
+    searched = [f"--{name}" for name in space.parameters]
+    refuse_options_of_the_sweep(searched, f" of {space_file}")
     folder = args.root / args.name
     is_new = not folder.exists()
     refuse_what_fit_refuses(package, space, space_file, fit_arguments)
@@ -120,14 +125,24 @@ def read_options(package: str, argv: list[str]) -> tuple[Namespace, list[str]]:
         args.name = time.strftime("sweep_%Y-%m-%d_%H-%M-%S")
     is_name = re.fullmatch(r"\w[\w.\-]{0,99}", args.name)
     require(is_name, "--name", "be 1 to 100 letters, digits or .-_", f"'{args.name}'")
-    for word in fit_arguments:
+    refuse_options_of_the_sweep(fit_arguments)
+    return args, fit_arguments
+
+
+def refuse_options_of_the_sweep(words: Iterable[str], where: str = "") -> None:
+    """A UserError for an option of ``fit`` that no trial of a sweep can have, wherever it stands.
+
+    Args:
+        words: What was typed, or the options that a sweep file names.
+        where: The file in which it stands, such as `` of sweep.yaml``.
+    """
+    for word in words:
         flag = word.partition("=")[0]
         if flag == "--mirror":
-            raise UserError("--mirror copies single runs, and no sweep. Leave it out.")
+            raise UserError(f"{flag}{where} copies single runs, and no sweep. Leave it out.")
         if flag in SET_FOR_EVERY_TRIAL:
             use = f"Use {SET_FOR_EVERY_TRIAL[flag]} for the whole sweep."
-            raise UserError(f"{flag} is set for every trial. {use}")
-    return args, fit_arguments
+            raise UserError(f"{flag}{where} is set for every trial. {use}")
 
 
 def default_space_file(package: str) -> Path:
@@ -181,26 +196,32 @@ def same_as_begun(record: Path, now: dict[str, Any]) -> list[str]:
         write_atomically(json.dumps(sealed, indent=2), record)
     name = f"--name {record.parent.name}"
     try:
-        begun = json.loads(record.read_text(encoding="utf-8"))
+        begun = read_json(record)
         space = begun["space"]
         fit_arguments = [str(word) for word in begun["fit"]]
         is_own = keys.is_sealed(partial(text_of, fit_arguments), begun.get("seal"))
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         raise UserError(f"{name}: {record} is damaged. Choose another name.") from None
+    begun_with = short(shlex.join(fit_arguments))
     if space != now["space"]:
         raise UserError(f"{name} was begun with another search space. Choose another name.")
     if now["fit"] and now["fit"] != fit_arguments:
         advice = "Remove these options to go on with it, or choose another name."
-        raise UserError(f"{name} was begun with `{shlex.join(fit_arguments)}`. {advice}")
+        raise UserError(f"{name} was begun with `{begun_with}`. {advice}")
     if now["fit"] != fit_arguments and not is_own:
         raise UserError(
-            f"{name} was begun with `{shlex.join(fit_arguments)}`, without a seal of yours: options"
+            f"{name} was begun with `{begun_with}`, without a seal of yours: options"
             " of somebody else can run anything. If you trust them, type them to go on with it."
         )
     if not is_own:
         # Now he has typed them.
         write_atomically(json.dumps(sealed, indent=2), record)
     return fit_arguments
+
+
+def short(text: str) -> str:
+    """A text of which a line has room for what comes after it."""
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} ..."
 
 
 def text_of(fit_arguments: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ from optuna.distributions import (
     IntDistribution,
 )
 from optuna.trial import FrozenTrial, TrialState
+from unbroken.commands.sweep.journal import SECONDS
 from unbroken.commands.sweep.space import Space
 
 STATES = {
@@ -40,7 +41,8 @@ def result_rows(study: optuna.Study, space: Space) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"trial": trial.number, space.metric: best}
         row |= space.values_in(trial.params)
         row["epochs"] = len(trial.intermediate_values)
-        row |= trial.user_attrs
+        if SECONDS in trial.user_attrs:
+            row[SECONDS] = trial.user_attrs[SECONDS]
         row["state"] = STATES[trial.state]
         rows.append(row)
     return sorted(rows, key=lambda row: row[space.metric], reverse=space.goal == "maximize")

@@ -140,6 +140,9 @@ def read_space(path: Path) -> Space:
 def read_sections(path: Path) -> dict[str, Any]:
     """The sections of a sweep file that hold anything; none where the file holds something else."""
     try:
+        # A named pipe would be waited for.
+        is_odd = path.exists() and not path.is_file()
+        require(not is_odd, "--space", "be an ordinary file", path)
         content = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         reason = f"{path} cannot be read: {error.strerror}"
@@ -174,7 +177,9 @@ def read_metric(section: Any) -> tuple[str, Goal]:
     usual_goal = "minimize" if "name" in section else "maximize"
     goal = section.get("goal", usual_goal)
     require(goal in GOALS, "--space: metric", must, section)
-    return str(section.get("name", "val/accuracy")), cast(Goal, goal)
+    name = section.get("name", "val/accuracy")
+    require(isinstance(name, str) and name.strip(), "--space: metric.name", "be a text", name)
+    return name, cast(Goal, goal)
 
 
 def describe_goal(metric: str, goal: Goal, section: Mapping[str, Any]) -> str:

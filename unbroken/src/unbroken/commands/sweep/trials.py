@@ -6,16 +6,19 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import filelock
 import optuna
 from optuna.trial import Trial, TrialState
+from unbroken.cli.start import LONGEST
+from unbroken.commands.sweep.journal import LAST_EPOCH, SECONDS, is_finite
 from unbroken.commands.sweep.space import Space, as_typed
 from unbroken.commands.sweep.study import has_next_trial, next_trial
 from unbroken.errors import UserError, printable
 from unbroken.machine import threads
 from unbroken.stopping.signals import end_with_parent
-from unbroken.storage.reading import UNREADABLE, read_json, read_text, yaml_in
+from unbroken.storage.reading import UNREADABLE, read_end, read_json, read_text, yaml_in
 from unbroken.tables import format_cell, read_rows
 
 # The name of a run, by its number.
@@ -109,7 +112,9 @@ class RunningTrial:
             rows = list(read_rows(self.folder / "metrics.csv", is_bounded=True))
         except UNREADABLE:
             return []
-        return [{"epoch": 0.0, **row} for row in rows]
+        rows = [{"epoch": 0.0, **row} for row in rows]
+        is_of_a_run = all(0 <= row["epoch"] <= LAST_EPOCH for row in rows)
+        return rows if is_of_a_run else []
 
     def scores(self, rows: list[dict[str, float]]) -> dict[int, float]:
         """The best value of the metric in each epoch that has one, by the epoch's number: a run
@@ -127,15 +132,23 @@ class RunningTrial:
         """Whether only the report is left (and a test that was asked for): no signal should cut it
         off.
         """
-        limits = yaml_in(read_text(self.folder / "config.yaml"))["trainer"]
-        # -1 and None stand for no limit.
-        max_epochs = limits.get("max_epochs") or -1
-        max_steps = limits.get("max_steps") or -1
+        max_epochs = self.limit("max_epochs")
+        max_steps = self.limit("max_steps")
         last_epoch = max(self.scores(rows), default=-1)
-        last_step = max((row["step"] for row in rows), default=-1)
+        last_step = max((row.get("step", -1) for row in rows), default=-1)
         all_epochs = max_epochs > 0 and last_epoch + 1 >= max_epochs
         all_steps = max_steps > 0 and last_step + 1 >= max_steps
         return all_epochs or all_steps
+
+    def limit(self, name: str) -> int:
+        """A limit of the Trainer; -1 where there is none, also where somebody else has left the
+        file, until ``fit`` replaces it.
+        """
+        try:
+            value = yaml_in(read_text(self.folder / "config.yaml"))["trainer"][name]
+        except (*UNREADABLE, LookupError, TypeError):
+            return -1
+        return value if type(value) is int else -1
 
     def finish(self, exit_code: int, rows: list[dict[str, float]], score: float | None) -> None:
         """Tell Optuna and the user how the trial ended.
@@ -146,7 +159,7 @@ class RunningTrial:
         state = self.state_of(exit_code, rows, score)
         seconds = self.seconds_of_training()
         if seconds is not None:
-            self.trial.set_user_attr("seconds", seconds)
+            self.trial.set_user_attr(SECONDS, seconds)
         value = score if state == TrialState.COMPLETE else None
         self.trial.study.tell(self.trial, value, state)
         if exit_code == 2 and not any_has_trained(self.trial.study):
@@ -180,25 +193,28 @@ class RunningTrial:
         """Seconds of training, in all parts of an interrupted trial; None where no checkpoint
         tells.
         """
+        seconds: Any = None
         # A run that has ended has written them down.
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            summary = read_json(self.folder / "summary.json")
-            return float(summary["fit_seconds"])
-        from unbroken.trust.torch_file import read_file
+        with contextlib.suppress(*UNREADABLE):
+            seconds = read_json(self.folder / "summary.json").get("fit_seconds")
+        if seconds is None:
+            from unbroken.trust.torch_file import read_file
 
-        # The trial may have saved nothing, or a file may be damaged.
-        with contextlib.suppress(Exception):
-            saved = read_file(self.folder / "last.ckpt")
-            return float(saved["callbacks"]["RunTimer"]["seconds"])
-        return None
+            # The trial may have saved nothing, or a file may be damaged.
+            with contextlib.suppress(Exception):
+                saved = read_file(self.folder / "last.ckpt")
+                seconds = saved["callbacks"]["RunTimer"]["seconds"]
+        return float(seconds) if is_finite(seconds) else None
 
     def refusal(self) -> str:
         """The line with which ``fit`` refused its arguments."""
-        lines = self.log_path.read_text(errors="replace").splitlines()
+        lines: list[str] = []
+        with contextlib.suppress(*UNREADABLE):
+            lines = read_end(self.log_path).decode(errors="replace").splitlines()
         errors = [line for line in lines if line.startswith("error: ")]
         if not errors:
             return f"see {self.log_path}"
-        return printable(errors[-1].removeprefix("error: "))
+        return printable(errors[-1].removeprefix("error: ")[:LONGEST])
 
     def check_metric(self, rows: list[dict[str, float]]) -> None:
         """A UserError where the run logged no such metric."""
