@@ -150,7 +150,7 @@ JUNK = {
     "RANK": "x",
     "LOCAL_RANK": "-1",
     "WORLD_SIZE": "two",
-    "NODE_RANK": "",
+    "NODE_RANK": "-",
     "MASTER_PORT": "http",
     "SLURM_PROCID": "0x1",
     "SLURM_NTASKS": "4(x2)",

@@ -140,6 +140,50 @@ def test_a_rank_of_a_launcher_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert os.environ["RANK"] == "1"
 
 
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ("RANK=0 WORLD_SIZE=y", "WORLD_SIZE must be a whole number of at least 1, got 'y'"),
+        ("RANK=0 WORLD_SIZE=0", "WORLD_SIZE must be a whole number of at least 1, got '0'"),
+        ("RANK=0 WORLD_SIZE=2 LOCAL_WORLD_SIZE=z", "LOCAL_WORLD_SIZE must be a whole number"),
+        ("TORCHELASTIC_RUN_ID=x", "TORCHELASTIC_RUN_ID is set without RANK"),
+        ("TORCHELASTIC_RUN_ID=x RANK=0 WORLD_SIZE=", "TORCHELASTIC_RUN_ID is set without WORLD_"),
+        ("SLURM_STEP_ID=1 SLURM_NTASKS=x", "SLURM_NTASKS must be a whole number"),
+        ("SLURM_STEP_ID=1 SLURM_NTASKS=2 SLURM_NNODES=0", "SLURM_NNODES must be a whole number"),
+        ("RANK=5 WORLD_SIZE=2", "RANK must be less than WORLD_SIZE, which is 2, got 5."),
+        ("SLURM_STEP_ID=1 SLURM_PROCID=2 SLURM_NTASKS=2", "SLURM_PROCID must be less than"),
+    ],
+)
+def test_what_is_no_place_of_a_process_is_refused_before_anything_reads_it(
+    given: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for word in given.split():
+        monkeypatch.setenv(*word.split("="))
+    for read in (ranks.settle_launcher, ranks.is_child, ranks.is_rank_zero):
+        with pytest.raises(UserError, match=told):
+            read()
+    assert fit.main(TINY) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    "names", ["RANK WORLD_SIZE", "LOCAL_RANK", "SLURM_STEP_ID SLURM_NTASKS", "TORCHELASTIC_RUN_ID"]
+)
+def test_an_empty_variable_of_a_launcher_counts_as_unset(
+    names: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in names.split():
+        monkeypatch.setenv(name, "")
+    assert ranks.launched_world() == (0, 1, 1)
+    assert not ranks.is_child()
+    ranks.settle_launcher()
+    assert not {*names.split()} & {*os.environ}
+
+
 def test_python_alone_in_a_slurm_job_of_several_tasks_is_refused(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,7 +26,7 @@ from unbroken.errors import NotSaved, UserError, without_control_characters
 from unbroken.machine import threads
 from unbroken.machine.waiting import waiting
 from unbroken.stopping import signals
-from unbroken.stopping.ranks import ignore_rank_without_launcher
+from unbroken.stopping.ranks import ignore_rank_without_launcher, settle_launcher
 
 # What the user can repair, and how. First: no space, no quota, no permission, read-only.
 FULL_OR_CLOSED = [errno.ENOSPC, errno.EACCES, errno.EPERM, errno.EROFS]
@@ -37,22 +37,6 @@ ADVICE = dict.fromkeys(FULL_OR_CLOSED, "Free space or choose a folder you may wr
 ADVICE |= dict.fromkeys(IMPOSSIBLE_NAME, "Name another file.")
 ADVICE[errno.EIO] = "The disk or the network drive fails."
 
-# Variables by which torchrun, SLURM and Lightning tell a process its place. Each is a whole number.
-NUMBERED = (
-    "RANK",
-    "LOCAL_RANK",
-    "GROUP_RANK",
-    "NODE_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_PORT",
-    "SLURM_PROCID",
-    "SLURM_LOCALID",
-    "SLURM_NODEID",
-    "SLURM_NTASKS",
-    "SLURM_NNODES",
-    "JSM_NAMESPACE_RANK",
-)
 # What torch on the CPU and the loader of libraries say where memory is used up
 NO_MEMORY = "t allocate memory|failed to map segment|bad_alloc"
 # What torch says where a process that loads data was killed
@@ -100,12 +84,13 @@ def prepare_process(name: str) -> None:
         return
     gc.disable()
     end_after_all_others()
-    signals.install()
     _open_closed_streams()
     sys.excepthook = _report_and_end
+    # Each of the next lines reads them.
+    settle_launcher()
+    signals.install()
     # Pictures go to files. The backend of a notebook is not installed in every environment.
     os.environ.pop("MPLBACKEND", None)
-    _check_numbers_of_the_launcher()
     ignore_rank_without_launcher()
     threads.configure()
     waiting.start()
@@ -326,15 +311,6 @@ def _to_terminal(stream: Any) -> io.TextIOWrapper:
 def _report_and_end(_: object, error: BaseException, __: object) -> None:
     """Report an error outside of :func:`run`, such as too little memory for an import."""
     os._exit(report(error))
-
-
-def _check_numbers_of_the_launcher() -> None:
-    """Refuse what is no number in a launcher's variables. Lightning reads some on import."""
-    for variable in NUMBERED:
-        value = os.environ.get(variable)
-        if value is not None and not (value.isascii() and value.isdigit()):
-            must = "must be a whole number"
-            raise UserError(f"the environment variable {variable} {must}, got '{value}'. Unset it.")
 
 
 def _flush(code: int) -> int:

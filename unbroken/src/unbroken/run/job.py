@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from unbroken.run import main_job
 from unbroken.run.progress import progress_callback
 from unbroken.run.run_record import RunRecord
 from unbroken.run_folder import RunFolder
-from unbroken.stopping.ranks import ignore_rank_without_launcher, say
+from unbroken.stopping.ranks import ignore_rank_without_launcher, say, settle_launcher
 from unbroken.stopping.slurm import requeue_signal
 
 # Lightning's profilers that are named by a word
@@ -149,9 +149,14 @@ class Job(Program):
         A mistake in ``argv`` is printed in one line, and the code is 2. After a stop it is 130 or
         143. What one's own code raises is raised.
         """
-        # A command has done so before it imported Lightning.
-        ignore_rank_without_launcher()
-        return exit_code_or_error(partial(main_job.main, self, self.build), argv)
+
+        def train(typed: list[str]) -> int | None:
+            # A command has done so before it imported Lightning.
+            settle_launcher()
+            ignore_rank_without_launcher()
+            return main_job.main(self, self.build, typed)
+
+        return exit_code_or_error(train, argv)
 
     def build(
         self, config: Configuration, run_folder: RunFolder, extra: Iterable[Callback] = ()

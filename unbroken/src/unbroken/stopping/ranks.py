@@ -24,6 +24,28 @@ DECISIONS: dict[str, Any] = {}
 RANK_ZERO_VARIABLE = "UNBROKEN_RANK_ZERO_PID"
 # The variables from which Lightning reads the rank of this process as it is imported.
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
+# Variables by which torchrun, SLURM and Lightning tell a process its place. Each is a whole number.
+NUMBERED = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "NODE_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_PORT",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_NODEID",
+    "SLURM_NTASKS",
+    "SLURM_NNODES",
+    "JSM_NAMESPACE_RANK",
+)
+# Those of them that count ranks or machines, of which there is one at least
+COUNTS = ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "SLURM_NTASKS", "SLURM_NNODES")
+# Variables whose mere presence says that a launcher is there
+LAUNCHED = ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID")
+# Digits of such a number
+LONGEST_NUMBER = 10
 # Names of SLURM jobs in which somebody types.
 INTERACTIVE = ("bash", "interactive")
 # What writing to a pipe or a terminal that nobody reads any more raises.
@@ -39,23 +61,73 @@ class ThisProcess:
     is_alone = False
 
 
+def number_of(variable: str) -> int | None:
+    """The number in a launcher's variable; None where it is not set, or empty.
+
+    Raises:
+        UserError: It is no whole number, or counts less than one rank.
+    """
+    value = os.environ.get(variable)
+    if not value:
+        return None
+    is_number = value.isascii() and value.isdigit() and len(value) < LONGEST_NUMBER
+    must = "must be a whole number"
+    if variable in COUNTS:
+        must = "must be a whole number of at least 1"
+        is_number = is_number and int(value) > 0
+    if not is_number:
+        raise UserError(f"the environment variable {variable} {must}, got '{value}'. Unset it.")
+    return int(value)
+
+
+def settle_launcher() -> None:
+    """Check what a launcher's variables say, before Lightning reads them, and take empty ones out
+    of the environment: they count as unset.
+
+    Raises:
+        UserError: What they say is no place of a process.
+    """
+    for variable in (*NUMBERED, *LAUNCHED):
+        if os.environ.get(variable) == "":
+            del os.environ[variable]
+    for variable in NUMBERED:
+        number_of(variable)
+    launched_world()
+
+
 def launched_world() -> tuple[int, int, int]:
     """Rank, world size and ranks per machine as torchrun or SLURM (srun) announce them; (0, 1, 1)
     outside of both.
+
+    Raises:
+        UserError: What their variables say is no place of a process.
     """
-    environ = os.environ
-    by_torchrun = "TORCHELASTIC_RUN_ID" in environ
-    by_variables = "RANK" in environ and "WORLD_SIZE" in environ
-    if by_torchrun or by_variables:
-        world = int(environ["WORLD_SIZE"])
-        return int(environ["RANK"]), world, int(environ.get("LOCAL_WORLD_SIZE", world))
+    rank, world = number_of("RANK"), number_of("WORLD_SIZE")
+    if rank is not None and world is not None:
+        _check_place("RANK", rank, "WORLD_SIZE", world)
+        return rank, world, number_of("LOCAL_WORLD_SIZE") or world
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        lacking = "RANK" if rank is None else "WORLD_SIZE"
+        raise UserError(
+            f"TORCHELASTIC_RUN_ID is set without {lacking}, which torchrun sets as well. Start the"
+            " command with torchrun, or unset TORCHELASTIC_RUN_ID."
+        )
     # An interactive shell inside an allocation has these variables, too, but is one process.
-    is_interactive = environ.get("SLURM_JOB_NAME") in INTERACTIVE
-    if "SLURM_STEP_ID" in environ and not is_interactive:
-        world = int(environ.get("SLURM_NTASKS", 1))
-        nodes = int(environ.get("SLURM_NNODES", 1))
-        return int(environ.get("SLURM_PROCID", 0)), world, max(1, world // nodes)
+    is_interactive = os.environ.get("SLURM_JOB_NAME") in INTERACTIVE
+    if os.environ.get("SLURM_STEP_ID") and not is_interactive:
+        rank, world = number_of("SLURM_PROCID") or 0, number_of("SLURM_NTASKS") or 1
+        _check_place("SLURM_PROCID", rank, "SLURM_NTASKS", world)
+        return rank, world, max(1, world // (number_of("SLURM_NNODES") or 1))
     return 0, 1, 1
+
+
+def _check_place(rank_name: str, rank: int, world_name: str, world: int) -> None:
+    """A UserError for a rank that does not exist: the others would wait for ever."""
+    if rank >= world:
+        raise UserError(
+            f"the environment variable {rank_name} must be less than {world_name}, which is"
+            f" {world}, got {rank}. Unset both, or start the command with its launcher."
+        )
 
 
 def ignore_rank_without_launcher() -> None:
@@ -93,7 +165,7 @@ def take_rank_of_the_trainer(trainer: Any) -> None:
 
 def _ranks_of_the_environment() -> dict[str, str]:
     """The variables that give this process another rank than zero, with their values."""
-    return {name: os.environ[name] for name in RANKS if os.environ.get(name, "0") != "0"}
+    return {name: os.environ[name] for name in RANKS if number_of(name)}
 
 
 def _say_what_is_ignored(given: dict[str, str]) -> None:
@@ -106,10 +178,10 @@ def refuse_one_process_of_several_tasks() -> None:
     """A UserError for plain python inside a SLURM job of several tasks: it would wait for the
     others.
     """
-    tasks = os.environ.get("SLURM_NTASKS", "1")
+    tasks = number_of("SLURM_NTASKS") or 1
     is_interactive = os.environ.get("SLURM_JOB_NAME") in INTERACTIVE
     is_launched = "SLURM_STEP_ID" in os.environ or launched_world()[1] > 1
-    if tasks == "1" or is_interactive or is_launched:
+    if tasks == 1 or is_interactive or is_launched:
         return
     raise UserError(
         f"this SLURM job has {tasks} tasks (SLURM_NTASKS), and python alone is one of them."
@@ -122,7 +194,7 @@ def is_child() -> bool:
     by_another_launcher = launched_world()[1] > 1
     if ThisProcess.is_alone or by_another_launcher:
         return False
-    return os.environ.get("LOCAL_RANK", "0") != "0"
+    return bool(number_of("LOCAL_RANK"))
 
 
 def is_rank_zero() -> bool:
@@ -174,7 +246,7 @@ def decided_by_rank_zero(name: str, decide: Callable[[], Any]) -> Any:
     if is_child():
         return inherited_decision(name)
     rank, world_size, _ = launched_world()
-    if world_size == 1 and os.environ.get("NODE_RANK", "0") != "0":
+    if world_size == 1 and number_of("NODE_RANK"):
         how = "Start several machines with torchrun, see docs/scale_out.md."
         raise UserError(f"NODE_RANK is set without a launcher. {how}")
     if world_size == 1:
