@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 from lightning.pytorch.utilities import rank_zero_only
 from numerals.fit import job as fit
 from unbroken.cli import words
-from unbroken.cli.start import Terminal
+from unbroken.cli.output import Output, Printed, Terminal, open_streams, told_of_lost
 from unbroken.cli.typed import CommandLine
 from unbroken.errors import UserError
 from unbroken.run import progress
@@ -103,6 +104,53 @@ def test_lines_for_a_closed_terminal_go_nowhere(monkeypatch: pytest.MonkeyPatch)
         os.close(master)
         ranks.say("unseen")
         ranks.say("unseen")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /dev/full")
+def test_lines_that_a_full_disk_does_not_take_go_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        for _ in range(2):
+            ranks.say("unseen")
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), stream.fileno())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no /dev/full")
+@pytest.mark.parametrize("is_unbuffered", [False, True])
+def test_a_command_s_stream_on_a_full_disk_takes_what_is_printed(
+    is_unbuffered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open("/dev/full", "w") as full, open("/dev/full", "w") as also_full:
+        full.reconfigure(write_through=is_unbuffered)
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "stderr", also_full)
+        open_streams()
+        for stream in (sys.stdout, sys.stderr):
+            for _ in range(3):
+                print("unseen" * 4096, file=stream)
+            stream.flush()
+
+
+@pytest.mark.parametrize(("is_log", "code", "word"), [(True, 0, "warning"), (False, 1, "error")])
+def test_lost_lines_are_told_and_are_an_error_where_they_were_the_result(
+    is_log: bool,
+    code: int,
+    word: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(Printed, "is_log", is_log)
+    monkeypatch.setattr(Printed, "lost", None)
+    assert told_of_lost(0) == 0
+    with open(os.devnull, "w") as stream:
+        monkeypatch.setattr(Output, "fileno", lambda _: 1)
+        output = Output(stream.fileno(), "w", closefd=False)
+        output.lose(OSError(errno.ENOSPC, "No space left on device"))
+    assert told_of_lost(0) == code
+    assert told_of_lost(0) == 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{word}: stdout cannot be written: No space left on device.")
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "SLURM_PROCID"])

@@ -7,7 +7,6 @@ else.
 import atexit
 import errno
 import gc
-import io
 import logging
 import multiprocessing
 import os
@@ -18,8 +17,8 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
+from unbroken.cli.output import open_streams, told_of_lost
 from unbroken.cli.shown_warnings import show_in_one_line
 from unbroken.cli.words import settled
 from unbroken.errors import NotSaved, UserError, without_control_characters
@@ -84,7 +83,7 @@ def prepare_process(name: str) -> None:
         return
     gc.disable()
     end_after_all_others()
-    _open_closed_streams()
+    open_streams()
     sys.excepthook = _report_and_end
     # Each of the next lines reads them.
     settle_launcher()
@@ -270,44 +269,6 @@ def quick_imports() -> Iterator[None]:
         gc.enable()
 
 
-class Terminal(io.FileIO):
-    """A terminal that this process writes to. Once it is closed, what is written goes nowhere.
-
-    A run that ignores SIGHUP goes on then, and one that does not has its last lines to print.
-    """
-
-    def write(self, data: Any, /) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
-        return memoryview(data).nbytes
-
-
-def _open_closed_streams() -> None:
-    """Make every print succeed. What is printed to a closed stream or terminal goes nowhere."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:
-            # Without this, the next file to be opened would get the number of the stream.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), number)
-            stream = open(number, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - it lives as long as the process
-            setattr(sys, name, stream)
-        elif getattr(sys, name).isatty():
-            setattr(sys, name, _to_terminal(getattr(sys, name)))
-        getattr(sys, name).reconfigure(errors="replace")  # characters that a terminal cannot show
-
-
-def _to_terminal(stream: Any) -> io.TextIOWrapper:
-    """A stream that writes to the same terminal, also after that is closed."""
-    stream.flush()
-    terminal = Terminal(stream.fileno(), "w", closefd=False)
-    return io.TextIOWrapper(
-        io.BufferedWriter(terminal), stream.encoding, stream.errors, line_buffering=True
-    )
-
-
 def _report_and_end(_: object, error: BaseException, __: object) -> None:
     """Report an error outside of :func:`run`, such as too little memory for an import."""
     os._exit(report(error))
@@ -322,7 +283,7 @@ def _flush(code: int) -> int:
             if not isinstance(error, BrokenPipeError):  # `... | head` is no error
                 code = code or report(error)
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-    return code
+    return told_of_lost(code)
 
 
 def _end_process() -> None:

@@ -11,6 +11,7 @@ from typing import TypeVar
 from lightning.pytorch import Trainer
 from unbroken import ExactCheckpoint, contract
 from unbroken.cli.cli import Configuration
+from unbroken.cli.output import Printed
 from unbroken.cli.plain_values import dump_yaml
 from unbroken.cli.program import Program
 from unbroken.cli.read_checkpoint import read_configuration, start_from
@@ -62,6 +63,7 @@ def main(program: Program, build: Build, argv: list[str]) -> int:
     # From now on a signal ends the process also while it waits for other ranks inside a library.
     signals.watch()
     config, run = read_configuration(program, argv)
+    Printed.is_log = True
     say(*run.notes, *config.notes)
     has_other_limit = any(line.startswith("trainer.max_") for line in run.changes)
     if has_other_limit and run.reached is not None:

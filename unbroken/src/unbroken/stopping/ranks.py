@@ -205,16 +205,16 @@ def is_rank_zero() -> bool:
 def say(*lines: str) -> None:
     """Print lines, on rank zero.
 
-    Where the reader has gone (``... | head``, a closed terminal) they go nowhere, and the run goes
-    on.
+    Where the reader has gone (``... | head``, a closed terminal) or the disk is full, they go
+    nowhere, and the run goes on.
     """
     if lines and is_rank_zero():
         try:
             write_lines("\n".join(without_control_characters(list(lines))))
         except OSError as error:
-            if error.errno not in NOBODY_READS:
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            # A disk may take the next line, a reader that has gone does not come back.
+            if error.errno in NOBODY_READS:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def gather_from_ranks(value: Any, group: Any = None) -> list[Any]:
