@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
 import shutil
+import struct
 import subprocess
 import sys
 from functools import partial
@@ -541,6 +544,72 @@ def test_a_large_picture_is_reduced_to_the_same_pixels_with_and_without_transpar
     found = read_pixels(tmp_path / "opaque.png")
     assert found.shape == (30, 1050, 3)
     np.testing.assert_array_equal(found, read_pixels(tmp_path / "alpha.png"))
+
+
+def test_a_large_grey_picture_is_reduced_to_every_nth_of_its_pixels(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 65536, (60, 2100), dtype=np.uint16)
+    Image.fromarray(noise).save(tmp_path / "deep.png")
+    expected = np.repeat(noise[::2, ::2, None].astype(np.float32) / 65535, 3, axis=2)
+    np.testing.assert_array_equal(read_pixels(tmp_path / "deep.png"), expected)
+
+
+def icon_of(picture: bytes) -> bytes:
+    """A file of one icon that says that it is 16 x 16, whatever the picture in it."""
+    return struct.pack("<HHHBBBBHHII", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(picture), 22) + picture
+
+
+@pytest.mark.filterwarnings("ignore:Image was not the expected size")
+def test_the_bound_of_pixels_holds_for_the_picture_in_an_icon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5000)
+    picture = io.BytesIO()
+    Image.new("RGBA", (80, 80)).save(picture, "png")
+    path = tmp_path / "large.ico"
+    bitmap = struct.pack("<IiiHHIIiiII", 40, 80, 160, 1, 32, 0, 0, 0, 0, 0, 0)
+    for inside in (picture.getvalue(), bitmap + b"\0" * 80 * 80 * 5):
+        path.write_bytes(icon_of(inside))
+        # What is refused is not decoded.
+        monkeypatch.setattr(Image, "open", None)
+        with pytest.raises(BadImage, match="more than 5,000 pixels"):
+            read_pixels(path)
+        monkeypatch.undo()
+        assert read_pixels(path).shape == (80, 80, 3)
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 5000)
+    path.write_bytes(icon_of(picture.getvalue())[:20])
+    with pytest.raises(BadImage):
+        read_pixels(path)
+
+
+def test_what_is_decoded_is_bound_in_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "MOST_DECODED", 40 * 40 * 4)
+    sizes = {"RGBA.png": 1, "F.tiff": 1, "L.png": 2, "RGBA.jp2": 0.5}
+    for name, factor in sizes.items():
+        side = int(40 * factor)
+        Image.new(name.partition(".")[0], (side, side)).save(tmp_path / name)
+        read_pixels(tmp_path / name)
+        Image.new(name.partition(".")[0], (side + 1, side)).save(tmp_path / name)
+        with pytest.raises(BadImage, match="more than 6,400 bytes while"):
+            read_pixels(tmp_path / name)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+def test_a_named_pipe_is_skipped_and_one_that_was_given_is_read(
+    tmp_path: Path, loaded: Loaded
+) -> None:
+    Image.new("L", (28, 28)).save(tmp_path / "a.png")
+    os.mkfifo(tmp_path / "z.png")
+    for typed in (str(tmp_path / "*.png"), str(tmp_path / "z.png")):
+        found, _ = find_files([typed])
+        skipped = predict_files(loaded, found).skipped[-1]
+        assert skipped == (tmp_path / "z.png", "no ordinary file")
+    with pytest.raises(BadImage, match="no ordinary file"):
+        read_pixels(tmp_path / "z.png")
+    reading, writing = os.pipe()
+    os.write(writing, (tmp_path / "a.png").read_bytes())
+    os.close(writing)
+    assert read_pixels(f"/dev/fd/{reading}").shape == (28, 28, 3)
+    os.close(reading)
 
 
 @pytest.mark.nightly

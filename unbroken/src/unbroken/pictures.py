@@ -8,6 +8,10 @@ read in another.
 import functools
 import math
 import multiprocessing
+import os
+import re
+import stat
+import struct
 import sys
 from contextlib import suppress
 from importlib import import_module
@@ -43,6 +47,15 @@ HEIF_ENDINGS = (".heic", ".heif")
 # Longer sides are reduced to this many pixels. A fiftieth of it still has 40 pixels, and
 # 12 megapixels as floats would take 150 MB.
 LONGEST_SIDE = 2048
+# Bytes of a picture's pixels while it is decoded
+MOST_DECODED = 2**29
+# A decoder that holds more than a byte for each eight bits
+DECODER_BYTES = {"JPEG2000": 4}
+# How files begin that are icons, and those PNG files that may stand in them
+ICON_MAGIC = b"\0\0\1\0"
+PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+# The names of a pipe that was given to this process, as by ``<(cat picture.png)``
+GIVEN_PIPE = re.compile("/dev/stdin|/dev/fd/[0-9]+|/proc/self/fd/[0-9]+")
 # The number of the tag that says how a camera was held
 ORIENTATION = 0x0112
 
@@ -83,11 +96,17 @@ def read_pixels(path: str | Path) -> np.ndarray:
     Raises:
         BadImage: where the file holds no image that can be read.
     """
+    refuse_what_has_no_end(path)
     most = Image.MAX_IMAGE_PIXELS or math.inf
     try:
+        # Pillow decodes an icon as it opens it.
+        if pixels_of_icon(path) > most:
+            raise Image.DecompressionBombError
         with Image.open(path, formats=readable_formats()) as image:
             if image.width * image.height > most:
                 raise Image.DecompressionBombError
+            if decoded_bytes(image) > MOST_DECODED:
+                raise BadImage(f"more than {MOST_DECODED:,} bytes while it is decoded")
             # A JPEG is then decoded at half its size or less.
             image.draft("RGB", (LONGEST_SIDE, LONGEST_SIDE))
             pixels = to_pixels(image)
@@ -99,6 +118,49 @@ def read_pixels(path: str | Path) -> np.ndarray:
         if isinstance(error, Image.UnidentifiedImageError) and lacks_a_package(path):
             reason = "HEIC, which is read once pillow-heif is installed: pip install pillow-heif"
         raise BadImage(reason) from None
+
+
+def refuse_what_has_no_end(path: str | Path) -> None:
+    """A BadImage for what is no ordinary file, such as a named pipe: to open it would wait for
+    ever.
+    """
+    # What is not there, and a folder, are told by who opens them.
+    with suppress(OSError, ValueError):
+        mode = os.stat(path).st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or GIVEN_PIPE.fullmatch(str(path))):
+            raise BadImage("no ordinary file")
+
+
+def pixels_of_icon(path: str | Path) -> int:
+    """The pixels of the largest picture in a file of icons, by that picture's own header; 0 for
+    another file. The sizes that the file names for its icons may be others.
+    """
+    # A pipe is read once.
+    if not os.path.isfile(path):
+        return 0
+    found = 0
+    with open(path, "rb") as file:
+        start = file.read(6)
+        count = int.from_bytes(start[4:], "little") if start.startswith(ICON_MAGIC) else 0
+        entries = [file.read(16) for _ in range(count)]
+        for entry in entries:
+            file.seek(int.from_bytes(entry[12:], "little"))
+            head = file.read(24).ljust(24, b"\0")
+            if head.startswith(PNG_MAGIC):
+                width, height = struct.unpack_from(">II", head, 16)
+            else:
+                # Below the lines of such a picture stand as many of its mask.
+                width, lines = struct.unpack_from("<ii", head, 4)
+                height = lines // 2
+            found = max(found, abs(width * height))
+    return found
+
+
+def decoded_bytes(image: Image.Image) -> int:
+    """How many bytes a picture's pixels take while it is decoded."""
+    sample = 4 if image.mode in ("I", "F") else 2 if image.mode.startswith("I;16") else 1
+    sample *= DECODER_BYTES.get(image.format or "", 1)
+    return image.width * image.height * len(image.getbands()) * sample
 
 
 def lacks_a_package(path: str | Path) -> bool:
@@ -132,6 +194,8 @@ class Said:
 
 def why_unreadable(error: Exception, most_pixels: float) -> str:
     """The reason for which an image could not be read, in words."""
+    if isinstance(error, BadImage):
+        return str(error)
     if isinstance(error, FileNotFoundError):
         return "no such file"
     if isinstance(error, Image.UnidentifiedImageError):
@@ -173,7 +237,7 @@ def to_pixels(image: Image.Image) -> np.ndarray:
 
 def deep_grey_to_pixels(image: Image.Image, factor: int) -> np.ndarray:
     """Grey of 16 or 32 bits with its precision; ``convert("L")`` would clip it at 255."""
-    grey = np.asarray(image)[::factor, ::factor].astype(np.float32)  # (height, width)
+    grey = every_nth(image, factor).astype(np.float32)  # (height, width)
     if not np.isfinite(grey).all():
         raise ValueError("pixels that are not finite numbers")
     if image.mode.startswith("I;16"):
@@ -187,13 +251,27 @@ def deep_grey_to_pixels(image: Image.Image, factor: int) -> np.ndarray:
     return np.repeat(scaled[..., None], 3, axis=2)
 
 
+def every_nth(image: Image.Image, factor: int) -> np.ndarray:
+    """Every ``factor``-th pixel of every ``factor``-th line."""
+    if factor == 1:
+        return np.asarray(image)
+    # Line by line: Pillow makes two copies of what it gives to NumPy.
+    lines = [
+        np.asarray(image.crop((0, top, image.width, top + 1)))[:, ::factor]
+        for top in range(0, image.height, factor)
+    ]
+    return np.concatenate(lines)
+
+
 def colours_to_pixels(image: Image.Image, factor: int) -> np.ndarray:
     """Colours. A transparent image stands on white where what it shows is dark, else on black."""
     if not image.has_transparency_data:
         # A large picture that is reduced as RGBA takes a gigabyte.
         opaque = image if image.mode in ("L", "RGB") else image.convert("RGB")
         image, factor = opaque.reduce(factor), 1
-    pixels = np.asarray(image.convert("RGBA").reduce(factor), dtype=np.float32) / 255
+    # Pillow would copy one that is RGBA already.
+    clear = image if image.mode == "RGBA" else image.convert("RGBA")
+    pixels = np.asarray(clear.reduce(factor), dtype=np.float32) / 255
     colours = pixels[..., :3]  # (height, width, 3)
     alpha = pixels[..., 3:]  # (height, width, 1)
     visible = colours * alpha

@@ -14,6 +14,7 @@ from unbroken.commands.predict.answers import note_for, predict_batch, to_rows
 from unbroken.commands.predict.contact_sheet import MOST_SHOWN
 from unbroken.commands.predict.preparation import choose_preparation
 from unbroken.errors import BadImage, UserError
+from unbroken.pictures import refuse_what_has_no_end
 from unbroken.tables import Row
 
 BATCH_SIZE = 256
@@ -43,6 +44,7 @@ def predict_files(loaded: Loaded, paths: Sequence[Path]) -> Labelled:
     # disable=None: a log file gets no bar
     for path in tqdm(paths, unit="file", desc="predict", leave=False, disable=None):
         try:
+            refuse_what_has_no_end(path)
             made, note = preparation.prepare(path)
             prepared = torch.as_tensor(made)
         except Exception as error:  # a reader of somebody else's fails in its own ways
