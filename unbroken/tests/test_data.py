@@ -21,7 +21,14 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, Subset
 from torchvision.transforms import v2
-from unbroken.data import BatchedDataModule, IdxSet, SplitDataModule, TensorImages, TensorRows
+from unbroken.data import (
+    BatchedDataModule,
+    IdxSet,
+    SplitDataModule,
+    TensorImages,
+    TensorRows,
+    idx_files,
+)
 from unbroken.data.augmentation import random_deformation
 from unbroken.data.base import belongs_on
 from unbroken.data.idx_files import read_idx
@@ -30,6 +37,21 @@ from unbroken.loading import exact_form, position_of
 
 from tests.made_data import make_idx_files
 from tests.make_digits import stratified, write_idx
+
+
+def test_a_compressed_idx_file_that_announces_very_much_is_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "train-images-idx3-ubyte.gz"
+    header = b"".join(size.to_bytes(4, "big") for size in (idx_files.IMAGES_MAGIC, 4000, 28, 28))
+    path.write_bytes(gzip.compress(header + bytes(4000 * 28 * 28)))
+    assert read_idx(path).shape == (4000, 1, 28, 28)
+    monkeypatch.setattr(idx_files, "MOST_UNPACKED", 2**20)
+    with pytest.raises(UserError, match="announces must be at most 1,048,576 bytes for a file of"):
+        read_idx(path)
+    noise = torch.randint(0, 256, (4000 * 28 * 28,), dtype=torch.uint8).numpy().tobytes()
+    path.write_bytes(gzip.compress(header + noise, 1))
+    assert read_idx(path).shape == (4000, 1, 28, 28)
 
 
 @pytest.mark.parametrize("name", ["x-images-idx3-ubyte", "x-images-idx3-ubyte.gz"])

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -205,3 +206,25 @@ def test_rows_that_the_disk_does_not_take_wait_for_it(
     told = capsys.readouterr().out
     assert told.count("metrics.csv is not written: ") == 1
     assert told.count("metrics.csv is written again, since ") == 1
+
+
+def test_a_resume_reads_a_long_file_line_by_line(path: Path) -> None:
+    lines = (f"{step},0,{step / 3}" for step in range(20_000))
+    path.write_text("\n".join(["step,epoch,a", *lines, ""]))
+    tracemalloc.start()
+    logger = MetricsCSV(path)
+    logger.keep_rows(2)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    # The file has 550,000 bytes.
+    assert peak < 300_000
+    assert [row["step"] for row in read(path)] == [0, 1]
+    assert logger.count == 2
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a file of zeros takes its room there")
+def test_a_line_without_an_end_is_not_read_to_its_end(path: Path) -> None:
+    path.write_bytes(b"step,a\n1,2\n")
+    os.truncate(path, 3 * 2**30)
+    with pytest.raises(UserError, match="has a line that is too long"):
+        MetricsCSV(path)

@@ -731,6 +731,24 @@ def test_python_m_project_lists_every_command_without_importing_one() -> None:
     assert (piped.returncode, piped.stderr) == (0, b"")
 
 
+def test_of_a_run_in_a_mirror_no_larger_file_is_fetched_than_is_read(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    MemoryFileSystem.store.clear()
+    store = Store("memory://store/run")
+    summary = b'{"finished": true}'
+    files = {"summary.json": Entry(len(summary), hashlib.sha256(summary).hexdigest())}
+    store.write(files["summary.json"].place("summary.json"), summary)
+    # It is not even looked for.
+    files["metrics.csv"] = Entry(3 * 2**30, "a" * 64)
+    save = Manifest(1, 1, "id", "b" * 32, 1_000_000_000.0, files)
+    store.write(save.name, save.to_bytes())
+    assert runs.main("numerals", ["--root", "memory://store"]) == 0
+    told = capsys.readouterr().out
+    assert "its metrics.csv is left out: it has more than 268,435,456 bytes." in told
+    assert "finished" in told
+
+
 def test_a_list_of_runs_shows_those_of_a_mirror(capsys: pytest.CaptureFixture[str]) -> None:
     MemoryFileSystem.store.clear()
     store = Store("memory://store/run")

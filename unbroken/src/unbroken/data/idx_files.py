@@ -26,6 +26,11 @@ LABELS_MAGIC = 2049
 # So many bytes of a file are read at a time.
 CHUNK_BYTES = 2**20
 
+# A compressed file may hold so many bytes, or so many times its own size. Images take a tenth of
+# theirs or more; a few bytes that are made to can be a thousand times as many.
+MOST_UNPACKED = 2**26
+MOST_RATIO = 64
+
 # The names of a set's files: those of the training set, and those of the test set
 PARTS = ("train", "t10k")
 IMAGES = "images-idx3-ubyte"
@@ -158,6 +163,11 @@ def read_idx(path: Path, sha256: str | None = None) -> Tensor:
             dimensions = 3 if magic == IMAGES_MAGIC else 1
             sizes = [file.read(4) for _ in range(dimensions)]
             shape = [number(size) for size in sizes]
+            if path.suffix == ".gz":
+                most = max(MOST_UNPACKED, MOST_RATIO * path.stat().st_size)
+                option = f"{path} is damaged: what its header announces"
+                must = f"be at most {most:,} bytes for a file of this size"
+                require(math.prod(shape) <= most, option, must, f"{math.prod(shape):,}", fix)
             data = read_at_most(file, math.prod(shape))
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} cannot be read: {error}.{fix}") from None

@@ -6,9 +6,10 @@ import csv
 import io
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyExperiment
@@ -16,7 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from unbroken.errors import UserError
 from unbroken.loggers.followers import FollowsRows
 from unbroken.storage.files import NotWritten, append_whole, not_written, write_atomically
-from unbroken.storage.reading import read_text
+from unbroken.storage.reading import LONGEST_LINE, NotRead, opened
 from unbroken.storage.trouble import Trouble
 from unbroken.tables import columns_of
 
@@ -46,9 +47,13 @@ class MetricsCSV(Logger):
         self.path = path
         # Loggers that are told which rows stay when a run starts or is resumed.
         self.followers: Sequence[FollowsRows] = ()
-        rows = read_metrics(path) if goes_on else []
-        self._columns = columns_of([FIRST, *rows])
-        self._count = len(rows)  # rows, with the one of this step
+        # Of a long run that goes on there may be millions, which are not kept in memory.
+        names = dict(FIRST)
+        self._count = 0  # rows, with the one of this step
+        for row in rows_of(path) if goes_on else ():
+            names |= dict.fromkeys(row, 0)
+            self._count += 1
+        self._columns = columns_of([names])
         self._step: int | None = None  # what is logged to; None before the first
         self._unsaved: Row = {}  # values of this step that are in no line yet
         self._waiting: list[Row] = []  # lines of earlier steps that the disk has not taken
@@ -151,7 +156,7 @@ class MetricsCSV(Logger):
         """Go on after the first ``count`` rows, the last of which may still grow: a resumed run
         repeats the others.
         """
-        rows = read_metrics(self.path)[:count] if count else []
+        rows = list(islice(rows_of(self.path), count))
         self._columns = columns_of([FIRST, *rows])
         self._count = len(rows)
         self._step = rows[-1]["step"] if rows else None
@@ -205,22 +210,37 @@ def read_metrics(path: Path) -> list[Row]:
     A line without an end is left out: the run was killed while it wrote it. A UserError where the
     file is damaged.
     """
+    return list(rows_of(path))
+
+
+def rows_of(path: Path) -> Iterator[Row]:
+    """The rows of :func:`read_metrics`, one after the other: no more of the file than a row is in
+    memory.
+    """
     try:
-        text = read_text(path, None)
+        yield from joined(_rows_as_written(path))
     except FileNotFoundError:
-        return []
-    except ValueError as error:
-        raise damaged(path, error) from None
-    whole_lines = text[: text.rfind("\n") + 1]
-    lines = csv.DictReader(io.StringIO(whole_lines, newline=""))
-    try:
-        rows = [numbers_of(cells) for cells in lines]
+        return
     # TypeError: a line has more values than there are names.
     except (ValueError, TypeError, csv.Error) as error:
         raise damaged(path, error) from None
-    if any("step" not in row for row in rows):
-        raise damaged(path, ValueError("a row without a step"))
-    return joined(rows)
+
+
+def _rows_as_written(path: Path) -> Iterator[Row]:
+    with opened(path, None) as file:
+        for cells in csv.DictReader(_whole_lines(file)):
+            row = numbers_of(cells)
+            if "step" not in row:
+                raise ValueError("a row without a step")
+            yield row
+
+
+def _whole_lines(file: BinaryIO) -> Iterator[str]:
+    while line := file.readline(LONGEST_LINE):
+        if line.endswith(b"\n"):
+            yield line.decode()
+        elif len(line) == LONGEST_LINE:
+            raise NotRead("has a line that is too long")
 
 
 def numbers_of(cells: Mapping[str, str]) -> Row:
@@ -233,12 +253,13 @@ def damaged(path: Path, error: Exception) -> UserError:
     return UserError(f"{path} is damaged ({error}). Move it away and go on: its rows begin anew.")
 
 
-def joined(rows: Sequence[Row]) -> list[Row]:
+def joined(rows: Iterable[Row]) -> Iterator[Row]:
     """Rows whose neighbours of the same step are one row. The later value of a name wins."""
-    found: list[Row] = []
+    last: Row = {}
     for row in rows:
-        if found and found[-1]["step"] == row["step"]:
-            found[-1] = found[-1] | row
-        else:
-            found.append(row)
-    return found
+        if last and last["step"] != row["step"]:
+            yield last
+            last = {}
+        last = last | row
+    if last:
+        yield last

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from unbroken.mirror.copying import find_manifests
@@ -37,7 +38,11 @@ def saves_in(store: Store) -> list[Manifest]:
 
 
 def newest_files(
-    store: Store, names: Sequence[str], folder: Path, ahead_of: int = -1
+    store: Store,
+    names: Sequence[str],
+    folder: Path,
+    ahead_of: int = -1,
+    most: Mapping[str, int] = {},
 ) -> tuple[Manifest, list[str]]:
     """Read files of the newest save that has them whole into a folder.
 
@@ -46,6 +51,7 @@ def newest_files(
         names: Those of them that a save lacks are left out.
         folder: It is there already. A file of the same name in it is replaced.
         ahead_of: Only saves of a later step are taken.
+        most: Bytes, by name. Files that are larger are left out as well.
 
     Returns:
         The save, and why newer ones were passed over, a line each.
@@ -59,7 +65,7 @@ def newest_files(
         lines = []
         for manifest in saves:
             try:
-                read_files(store, manifest, names, folder)
+                read_files(store, manifest, fitting(manifest, names, most), folder)
             except Damaged as error:
                 failed = error
                 lines.append(
@@ -71,6 +77,12 @@ def newest_files(
             break
         time.sleep(attempt)
     raise failed or Damaged("no save in it is whole", "")
+
+
+def fitting(manifest: Manifest, names: Sequence[str], most: Mapping[str, int]) -> list[str]:
+    """Those of the names whose files in a save have no more bytes than they may."""
+    sizes = {name: entry.size for name, entry in manifest.files.items()}
+    return [name for name in names if sizes.get(name, 0) <= most.get(name, math.inf)]
 
 
 def read_files(store: Store, manifest: Manifest, names: Sequence[str], folder: Path) -> None:

@@ -14,9 +14,18 @@ from unbroken.mirror.manifest import CHECKPOINTS, SMALL_FILES
 from unbroken.mirror.reading import Damaged, is_mirrored, newest_files, saves_in
 from unbroken.mirror.store import Store
 from unbroken.stopping.ranks import say
+from unbroken.storage.reading import MOST_CSV, MOST_JSON, MOST_TEXT, MOST_YAML
 
 # A page in a mirror may hold anything, and a list of runs shows none.
 LISTED = [name for name in SMALL_FILES if name != "report.html"]
+# Bytes of each that a list of runs reads. A larger one is not fetched.
+MOST = dict.fromkeys(LISTED, MOST_TEXT) | {
+    "metrics.csv": MOST_CSV,
+    "digests.csv": MOST_CSV,
+    "summary.json": MOST_JSON,
+    "trackers.json": MOST_JSON,
+    "config.yaml": MOST_YAML,
+}
 
 
 def scratch_folder() -> Path:
@@ -99,10 +108,13 @@ def fetch_listed(store: Store, folder: Path) -> None:
     """What a list of runs shows of one of them."""
     folder.mkdir()
     try:
-        save, _ = newest_files(store, LISTED, folder)
+        save, _ = newest_files(store, LISTED, folder, most=MOST)
     except Damaged as error:
         say(f"{store.shown} is left out: {error}.")
         return
+    for name in LISTED:
+        if name in save.files and save.files[name].size > MOST[name]:
+            say(f"{store.shown}: its {name} is left out: it has more than {MOST[name]:,} bytes.")
     for path in folder.iterdir():
         os.utime(path, (save.written, save.written))
     lease = store.read(LEASE)
