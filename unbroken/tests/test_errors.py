@@ -97,6 +97,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
             ["--init_weights: there is no checkpoint nowhere.ckpt", "a file."],
         ),
         (["--run_name", "../x"], ["--run_name", "../x"]),
+        (["--run_name", "CON.1"], ["--run_name must be no name of a device of Windows", "CON.1"]),
         (["--run_name", "latest"], ["--run_name", "latest"]),
         (["--val_check_interval", "100000"], ["val_check_interval", "100000"]),
         (["--limit_train_batches", "0.0001"], ["limit_train_batches", "0.0001"]),

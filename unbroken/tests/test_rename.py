@@ -123,6 +123,39 @@ def test_a_name_that_is_taken_or_no_name_is_refused(name: str) -> None:
         check_name(name, {"tests/a.py": File(b"")})
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("match", "be no word of Python"),
+        ("self", "be no word of Python"),
+        ("print", "be no word of Python"),
+        ("true", "be no word of YAML"),
+        ("null", "be no word of YAML"),
+        ("con", "be no name of a device of Windows"),
+        ("lpt1", "be no name of a device of Windows"),
+        ("lightning_logs", "be no folder that runs or builds use"),
+        ("mlruns", "be no folder that runs or builds use"),
+        ("dist", "be no folder that runs or builds use"),
+        ("a" * 300, "have at most 60 letters, got a{60}[.]"),
+    ],
+)
+def test_a_name_that_would_be_taken_for_something_else_is_refused_with_why(
+    name: str, why: str
+) -> None:
+    with pytest.raises(UserError, match=f"NAME must {why}"):
+        check_name(name, {"tests/a.py": File(b"")})
+
+
+def test_a_name_whose_folder_git_ignores_is_refused(clone: Clone) -> None:
+    with open(clone.folder / ".gitignore", "a") as file:
+        file.write("\n/figures_*/\n")
+    commit(clone)
+    before = contents(clone)
+    with pytest.raises(UserError, match="NAME must be no folder that git ignores"):
+        rename(clone, ["figures_1"])
+    assert contents(clone) == before
+
+
 # A template of a few files, whose library is a folder of two
 
 

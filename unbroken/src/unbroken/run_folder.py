@@ -25,6 +25,7 @@ from unbroken.stopping.ranks import is_rank_zero, say
 from unbroken.storage.checkpoint_files import read, read_or_reason
 from unbroken.storage.contents import record_in
 from unbroken.storage.files import write_atomically
+from unbroken.storage.names import is_device_of_windows
 from unbroken.storage.reading import UNREADABLE, read_json, read_text
 from unbroken.storage.seals import fingerprint, is_own
 from unbroken.storage.usable import checkpoint_to_resume
@@ -343,6 +344,9 @@ def _check_names(root: Path, run_name: str | None) -> None:
             f" not '{LATEST}'",
             f"'{run_name}'",
         )
+        # One that is there already goes on.
+        fits = not is_device_of_windows(run_name) or (root / run_name).is_dir()
+        require(fits, "--run_name", "be no name of a device of Windows", f"'{run_name}'")
 
 
 def _choose_here(root: Path, run_name: str | None, ckpt_path: str | None) -> RunFolder:

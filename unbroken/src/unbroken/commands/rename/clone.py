@@ -94,6 +94,13 @@ class Clone:
             first = changed.splitlines()[0][3:]
             raise UserError(f"uncommitted changes ({first}, ...): commit or stash them first.")
 
+    def ignores(self, folder: str) -> bool:
+        """Whether git leaves out what would lie in a folder: a package there would not be in the
+        repository.
+        """
+        command = ["git", "check-ignore", "--quiet", f"{folder}/__init__.py"]
+        return subprocess.run(command, cwd=self.folder, capture_output=True).returncode == 0
+
     def files(self) -> Files:
         """Every file under git's control. Links are left alone."""
         found = {}

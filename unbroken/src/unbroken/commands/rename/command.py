@@ -8,6 +8,7 @@ The second keeps the library's source and tests in the clone. The third takes an
 """
 
 import argparse
+import builtins
 import importlib.util
 import keyword
 import re
@@ -28,9 +29,21 @@ from unbroken.commands.rename.template import (
     with_words,
 )
 from unbroken.errors import UserError, require
+from unbroken.storage.names import is_device_of_windows
 
 INSTALL = f"pip install --require-hashes -r {library.LOCK}"
 INSTALL_SOURCE = f"pip install --no-deps --no-build-isolation -e ./{library.NAME}"
+
+# Letters of a name. Windows takes paths of 260, with those of the folders above.
+LONGEST_NAME = 60
+# What a reader takes for something else, though Python does not
+PYTHON = ("self", "cls")
+YAML = ("true", "false", "null", "yes", "no", "on", "off", "y", "n")
+# Folders that runs, trackers and builds make beside the package
+USED = (
+    *("checkpoints", "lightning_logs", "mlruns", "wandb", "outputs", "multirun"),
+    *("build", "dist", "wheels", "data"),
+)
 
 
 def main(package: str, argv: list[str]) -> int:
@@ -65,6 +78,8 @@ def change(clone: Clone, args: argparse.Namespace) -> int:
         raise UserError("NAME is missing, as in `rename digits`; --library PATH needs none.")
     if args.name is not None:
         check_name(args.name, files)
+        must = "be no folder that git ignores (git check-ignore -v NAME/ says by which pattern)"
+        require(not clone.ignores(args.name), "NAME", must, args.name)
     if template is None and args.library in ("wheel", "source"):
         raise UserError(
             f"--library {args.library} is chosen once, for a fresh clone. Here it takes the path of"
@@ -96,9 +111,21 @@ def check_name(name: str, files: Files) -> None:
     fits = re.fullmatch(r"[a-z][a-z0-9_]*", name) and not keyword.iskeyword(name)
     must = "be lower-case letters, digits and underscores, and begin with a letter"
     require(fits, "NAME", must, name)
+    must = f"have at most {LONGEST_NAME} letters"
+    require(len(name) <= LONGEST_NAME, "NAME", must, f"{name[:LONGEST_NAME]}...")
     taken = name in {PurePosixPath(path).parts[0] for path in files}
     taken = taken or name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None
     require(not taken, "NAME", "be the name of nothing else here", name)
+    for meaning, is_taken in (
+        (
+            "word of Python",
+            keyword.issoftkeyword(name) or name in PYTHON or hasattr(builtins, name),
+        ),
+        ("word of YAML, which config files are written in", name in YAML),
+        ("name of a device of Windows", is_device_of_windows(name)),
+        ("folder that runs or builds use", name in USED),
+    ):
+        require(not is_taken, "NAME", f"be no {meaning}", name)
 
 
 def first_time(
