@@ -23,6 +23,7 @@ from unbroken.cli.explain import explain
 from unbroken.cli.read_checkpoint import load
 from unbroken.cli.refusals import refusals_as_errors
 from unbroken.commands import test as test_command
+from unbroken.run import main_job
 from unbroken.tables import load_yaml
 
 from tests.commands import SMALL, checkpoint, finished_run, summary
@@ -97,6 +98,11 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
             ["--init_weights: there is no checkpoint nowhere.ckpt", "a file."],
         ),
         (["--run_name", "../x"], ["--run_name", "../x"]),
+        (["--max_epochs="], ["--max_epochs must be a whole number, got nothing."]),
+        (["--model.lr", ""], ["--model.lr must be a number, got nothing."]),
+        (["--precision", " "], ["--precision must be one of ", "got nothing."]),
+        (["--config", ""], ["--config must be a file, got nothing."]),
+        (["--config", os.devnull], [f"--config {os.devnull} must hold sections"]),
         (["--run_name", "CON.1"], ["--run_name must be no name of a device of Windows", "CON.1"]),
         (["--run_name", "latest"], ["--run_name", "latest"]),
         (["--val_check_interval", "100000"], ["val_check_interval", "100000"]),
@@ -133,6 +139,16 @@ def test_a_wrong_flag_is_told_in_one_line(
     assert not Path("checkpoints").exists() or not list(Path("checkpoints").iterdir())
 
 
+@pytest.mark.parametrize("key", ["", "short"])
+def test_a_key_that_is_no_secret_is_told_before_anything_is_trained(
+    key: str, workplace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UNBROKEN_KEY", key)
+    # Nothing is read for it.
+    monkeypatch.setattr(main_job, "read_configuration", None)
+    assert "UNBROKEN_KEY must be a secret of at least 32" in error_of(capsys, *SMALL)
+
+
 def test_an_empty_output_of_test_is_told_before_any_work(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,7 +167,9 @@ def test_a_file_of_another_lightningcli_is_taken_or_told_where_its_optimizer_goe
         "error: --config theirs.yaml: lr_scheduler is LightningCLI's automatic one; here a module"
     )
     Path("theirs.yaml").write_text("seed_everything: true\ntrainer: {max_epochs: 3}\n")
-    assert configure(fit, "fit", ["--config", "theirs.yaml"]).resolved["seed_everything"] == 0
+    theirs = configure(fit, "fit", ["--config", "theirs.yaml"])
+    assert theirs.resolved["seed_everything"] == 0
+    assert any("--seed_everything true is the seed 0" in note for note in theirs.notes)
     assert (
         configure(fit, "fit", ["--seed_everything", "false"]).resolved["seed_everything"] is False
     )

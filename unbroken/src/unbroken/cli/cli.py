@@ -189,6 +189,9 @@ class CLI(LightningCLI):
         seed = self.config.get("seed_everything")
         if seed is True:  # files of other LightningCLIs have it
             self.config["seed_everything"] = 0
+            self.notes.append(
+                "--seed_everything true is the seed 0: a number is a seed, and false sets none."
+            )
         elif isinstance(seed, int):
             must = f"be between 0 and {2**32 - 1}"
             require(0 <= seed < 2**32, "--seed_everything", must, seed)

@@ -15,6 +15,7 @@ from unbroken.errors import nearest
 LONGEST_UNKNOWN = 400  # characters of a sentence that nothing here knows
 LONGEST_REASON = 300
 SEE = "See --help."
+NOTHING = "nothing"  # what an empty value is
 # What jsonargparse calls a type, and what a user is told
 KINDS = {
     "int": "a whole number",
@@ -234,9 +235,11 @@ def _given(message: str) -> str:
     """The value that was typed: of an argument inside a class, or of the option itself."""
     nested = r"NestedArg\(key='[\w.]+', val=(.+?)\)(?: -|$| Given)"
     if inner := re.findall(nested, message + " Given"):
-        return str(inner[-1]).strip("'")
-    found = re.search(r"(?:Given value|Got value): (.+?)(?: - | Given | Expected |$)", message)
-    return found[1] if found else "something else"
+        return str(inner[-1]).strip("' ") or NOTHING
+    found = re.search(r"(?:Given value|Got value):(.+?)?(?: - | Given | Expected |$)", message)
+    if found is None:
+        return "something else"
+    return (found[1] or "").strip() or NOTHING
 
 
 def _innermost_reason(message: str) -> str:

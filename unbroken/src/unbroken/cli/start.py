@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 
 from unbroken.cli.output import open_streams, told_of_lost
 from unbroken.cli.shown_warnings import show_in_one_line
-from unbroken.cli.words import settled
+from unbroken.cli.words import as_typed, settled
 from unbroken.errors import NotSaved, UserError, without_control_characters
 from unbroken.machine import threads
 from unbroken.machine.waiting import waiting
@@ -217,7 +217,7 @@ def _line_of(error: BaseException) -> str | None:
 
 def _print_error(message: str) -> None:
     """Print an error in one line on stderr, which may be a file on the same full disk."""
-    line = without_control_characters(" ".join(message.split()))
+    line = without_control_characters(" ".join(as_typed(message).split()))
     if len(line) > LONGEST:
         line = f"{line[:LONGEST]} ..."
     with suppress(OSError):

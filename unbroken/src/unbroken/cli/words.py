@@ -12,8 +12,8 @@ from unbroken.errors import UserError
 HOME_AS_VALUE = re.compile(r"(--[\w.]+\+?=)(~(?:/.*)?)", re.DOTALL)
 HOME = re.compile(r"~(?:/.*)?", re.DOTALL)
 CONFIG = ("-c", "--config")
-# Holds the contents of pipes as long as this process lives.
-COPIES: list[tempfile.TemporaryDirectory[str]] = []
+# Holds the contents of pipes as long as this process lives, and the name that was typed of each.
+COPIES: list[tuple[tempfile.TemporaryDirectory[str], str]] = []
 
 
 def settled(argv: list[str]) -> list[str]:
@@ -61,8 +61,19 @@ def _renamed(word: str, name: str, copy: str) -> str:
     return copy if word == name else word
 
 
+def as_typed(text: str) -> str:
+    """A text that names what was typed in the place of the copies of pipes."""
+    for folder, name in COPIES:
+        copy = re.escape(folder.name) + r"/[^\s/]*\.yaml"
+        # As a replacement, a backslash in a name would be a command.
+        text = name.join(re.split(copy, text))
+    return text
+
+
 def _as_file(name: str) -> str:
     """The name of a file with the contents of a pipe or a device; a file's own name."""
+    if not name:
+        raise UserError("--config must be a file, got nothing.")
     path = Path(name)
     if not path.exists() or path.is_file() or path.is_dir():
         return name
@@ -71,7 +82,7 @@ def _as_file(name: str) -> str:
     except OSError as error:
         raise UserError(f"--config {name} cannot be read: {error.strerror}.") from None
     folder = tempfile.TemporaryDirectory(prefix="config-")
-    COPIES.append(folder)
+    COPIES.append((folder, name))
     copy = Path(folder.name, f"{path.name}.yaml")
     copy.write_bytes(content)
     # The ranks that Lightning starts are given this process' words.

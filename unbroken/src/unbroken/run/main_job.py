@@ -41,6 +41,7 @@ from unbroken.stopping.ranks import is_rank_zero, say
 from unbroken.storage.checkpoint_files import read
 from unbroken.storage.reading import read_json
 from unbroken.tables import write_rows
+from unbroken.trust import keys
 
 T = TypeVar("T")
 # Makes the Trainer of a run, with its callbacks and loggers
@@ -62,6 +63,8 @@ def main(program: Program, build: Build, argv: list[str]) -> int:
     """
     # From now on a signal ends the process also while it waits for other ranks inside a library.
     signals.watch()
+    # It is needed at the first save only, and what was trained until then would be lost.
+    keys.check_shared_key()
     config, run = read_configuration(program, argv)
     Printed.is_log = True
     say(*run.notes, *config.notes)

@@ -73,6 +73,15 @@ def _seal(key: bytes, parts: Iterable[str]) -> str:
     return found.hexdigest()
 
 
+def check_shared_key() -> None:
+    """Check ``UNBROKEN_KEY`` before there is anything to seal.
+
+    Raises:
+        UserError: It is no secret.
+    """
+    _shared_key()
+
+
 def _shared_key() -> bytes | None:
     text = os.environ.get(KEY_VARIABLE)
     if text is None:
