@@ -50,6 +50,20 @@ def error_of(*words: str) -> str:
 
 
 @pytest.mark.parametrize(
+    ("path", "reason"), [("nope.Net", "No module named 'nope'"), ("tests.Net", "has no attribute")]
+)
+def test_of_a_class_that_is_not_there_the_class_is_told_and_no_option(
+    path: str, reason: str
+) -> None:
+    for words in (["--model.lr", "1", "--model", path], ["--model", path, "--model.lr", "1"]):
+        with pytest.raises(
+            UserError, match=f"--model must be an import path .*, got {path}: "
+        ) as e:
+            configure(fit, "fit", words)
+        assert reason in str(e.value)
+
+
+@pytest.mark.parametrize(
     ("words", "told"),
     [
         (["--model.mode", "z"], "--model.mode must be one of x, y, 1, null, got z."),

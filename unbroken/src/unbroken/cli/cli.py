@@ -38,7 +38,7 @@ from unbroken.cli.precision import choose_precision
 from unbroken.cli.program import Program
 from unbroken.cli.shown_warnings import silence_unfounded_advice
 from unbroken.cli.trackers import check_packages, make_later, takes_run_folder, words_of
-from unbroken.cli.typed import CommandLine, leave_out_added, merged
+from unbroken.cli.typed import CommandLine, leave_out_added, merged, refuse_class_that_is_not_there
 from unbroken.errors import UserError, require
 from unbroken.lightning_internals import values_are_no_files
 from unbroken.run_folder import RUN_FOLDER
@@ -183,6 +183,7 @@ class CLI(LightningCLI):
                 self.config = config
                 self._choose_precision()
             except UserError as error:
+                refuse_class_that_is_not_there(str(error), self.line)
                 raise UserError(with_choices(str(error), self._hints())) from None
             except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
                 parser.error(str(error))

@@ -5,6 +5,7 @@ names.
 import argparse
 import os
 import re
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -120,6 +121,23 @@ def _refuse_file_for_class(option: str, value: str | None) -> None:
     if value is not None and os.path.isfile(value) and not holds_settings:
         hint = f" Name a class that reads it: {option} PACKAGE.CLASS"
         require(False, option, "be a class", f"the file {value}", hint)
+
+
+def refuse_class_that_is_not_there(message: str, line: CommandLine) -> None:
+    """A UserError where an option is not known because its class is given by a path that leads to
+    nothing.
+    """
+    unknown = re.match(r"unknown option --(model|data)\.", message)
+    given = line.value(f"{unknown[1]}.class_path") if unknown else None
+    module, dot, name = (given or "").rpartition(".")
+    if unknown is None or not dot or os.path.isfile(str(given)):
+        return
+    try:
+        getattr(import_module(module), name)
+    # A module of the user's raises whatever it meets.
+    except Exception as error:
+        must = "be an import path (package.module.Class)"
+        require(False, f"--{unknown[1]}", must, f"{given}: {error}")
 
 
 def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
