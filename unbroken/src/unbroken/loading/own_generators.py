@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from unbroken.holding.bounds import LONGEST
 from unbroken.holding.users_modules import is_users_module
 from unbroken.holding.walk import CONTAINERS, Place, children_of, held_by, walk
 
@@ -54,17 +55,27 @@ def generators_of_modules() -> dict[str, Any]:
     a list or dictionary in one.
     """
     found: dict[str, Any] = {}
-    # Each global variable is asked at each save: whether a class is in a set is told soonest.
     kinds = classes_of_generators()
     for name in sorted(filter(is_users_module, list(sys.modules))):
         for variable, value in list(vars(sys.modules[name]).items()):
-            values = {variable: value}
-            if type(value) in CONTAINERS:
-                values = {f"{variable}.{key}": each for key, each in held_by(value)}
-            for path, each in values.items():
-                if type(each) in kinds and draws_from_a_state(each):
-                    found[f"{name}.{path}"] = each
+            inside = _of_kinds(f"{name}.{variable}", value, kinds)
+            found.update((path, each) for path, each in inside if draws_from_a_state(each))
     return found
+
+
+def _of_kinds(name: str, value: Any, kinds: set[type]) -> Iterable[tuple[str, Any]]:
+    """A value of one of these classes; of a list or dictionary its entries of them.
+
+    Each global variable is asked at each save: whether classes are in a set is told soonest.
+    """
+    kind = type(value)
+    if kind in kinds:
+        return [(name, value)]
+    if kind not in CONTAINERS or len(value) > LONGEST:
+        return ()
+    if kinds.isdisjoint(map(type, value.values() if kind is dict else value)):
+        return ()
+    return [(f"{name}.{key}", each) for key, each in held_by(value) if type(each) in kinds]
 
 
 def classes_of_generators() -> set[type]:
