@@ -62,8 +62,8 @@ class Interval:
         return self.steps is None and passed >= self.seconds_with(costs)
 
     def is_too_soon(self, passed: float, costs: Costs) -> bool:
-        """Whether so many seconds after a save nobody needs the next one, since saves of a large
-        state would take too large a share.
+        """Whether the last save, if a thread has written it, is so recent that another one now
+        would take more than :data:`LARGEST_SHARE` of the time.
         """
         return costs.last_background_seconds > 0 and passed < costs.usual_seconds / LARGEST_SHARE
 

@@ -87,8 +87,8 @@ class KeptParts:
         self._positions = LoaderStates(loading)
         self.data_sets = DataSets(loading)
         self.validation_samples = ValidationSamples()
-        # In the order in which they are taken, but for the generators, which are taken last. They
-        # are given back in the same order, but those with files last (restoring.py).
+        # They are taken in this order, the generators outside of ``without_a_trace``, and are given
+        # back in it, but those with files last (restoring.py).
         self.all: list[Part] = [
             # A module's own sums come first: to ask for them may add uncounted batches to its
             # metrics.
@@ -127,7 +127,9 @@ class KeptParts:
         ]
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
-        """Note what this start has made, before a checkpoint's states come."""
+        """Note what this start has made, before a checkpoint's optimizers and parts come. The
+        weights of a resumed run are loaded already.
+        """
         self.hyperparameters.begin(trainer)
         self.settings.fit_starts(trainer)
         self.buffers.begin(module)

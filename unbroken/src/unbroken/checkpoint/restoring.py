@@ -25,7 +25,8 @@ A run that is killed inside an epoch and resumed ends with the same bits as one 
   ``--deterministic true``; the machine, the versions of torch and CUDA, the number of threads and
   of ranks are the same, and a process uses one device;
 - samples and batches are functions of their keys, the epoch, and the random numbers drawn for them,
-  and the same functions in every process;
+  and the same functions in every process; a data set that gathers whole batches draws from Python's
+  and NumPy's generators for each batch or for none;
 - the order of a sampler of one's own follows from torch's, NumPy's or Python's global generators,
   from generators in its attributes, from ``set_epoch`` or from its ``state_dict``;
 - the walk over the user's objects finds whatever else changes in training, and can keep it (step
@@ -69,17 +70,21 @@ Why that is so, step by step. At the save, batches 0 to k - 1 of the epoch were 
    would enter no epoch. So ``max_steps`` is one step more until it is over
    (:meth:`TrainerSettings.add_step`). A run that turns out to want no validation ends the epoch
    before a batch (``Hooks._before_batch`` raises StopIteration).
-4. The order of samples is drawn again, from the checkpoint's seed and the epoch
-   (:meth:`Restoring._take_seeds_of`, ``ExactBatches._order`` in loading/batches.py) and from what
-   the sampler held as the pass began, such as weights, generators, or its state. (A pass is one
-   way through a loader; of several loaders side by side a short one has many in an epoch, and k
-   counts in its own: ``LoaderPosition.state_to_start_after``.) The whole order is drawn as the pass
-   begins; what changes in a sampler later counts from the next pass. The first k batches of the
-   order are left out.
+4. The order of samples is drawn again (``ExactBatches._order`` in loading/batches.py), from the
+   checkpoint's seed and the epoch and from what the sampler held as the pass began. The global
+   generators, and a torch generator in its attribute ``generator``, are seeded from (seed, epoch)
+   for that and then put back; of the rest what it held counts: its weights, generators of other
+   names and kinds, its ``state_dict``. (Where the user has changed settings and given another seed,
+   that one counts, and a line says so. A pass is one way through a loader; of several loaders side
+   by side a short one has many in an epoch, each with an order of its own, and k counts in its own:
+   ``LoaderPosition.state_to_start_after``.) The whole order is drawn as the pass begins; what
+   changes in a sampler later counts from the next pass. The first k batches of the order are left
+   out.
 5. What is drawn while batch k is loaded is the same: for that, all generators, those that the data
    set and the collate function hold among them, are seeded by (seed, rank, epoch, k). Afterwards
-   those of this process are what they were before, for the training may draw from them, too; so
-   they are when the order of a pass was drawn (loading/fetch.py). That a sample depends on nothing
+   the global ones, and those in global variables, are what they were before, for the training may
+   draw from them, too; those that the data set or the collate function holds stay where the batch
+   left them, and are seeded for the next one (loading/fetch.py). That a sample depends on nothing
    else is tried with a few samples before training, on Linux (loading/repeating.py). Streams and
    loaders of one's own begin with the state that they had after batch k - 1, or they resume between
    epochs alone (loading/__init__.py, item 3).
@@ -88,23 +93,24 @@ Why that is so, step by step. At the save, batches 0 to k - 1 of the epoch were 
    the list, docs/how_it_works.md of the repository what each is for). It has changed if it differs,
    bit by bit or in its order, from what it was as training began (``is_same`` in
    tensors/same_values.py); what has not is as the start makes it. What the walk reaches and cannot
-   keep is told as it changes (parts/undeclared/not_kept.py); so are functions, methods and classes
-   that training puts in the place of others (parts/replaced.py), and numbers, texts and lists in
-   hooks, functions, attributes of classes and global variables (holding/beside_objects.py).
-   Modules, objects with a ``state_dict`` and generators in those are kept. Of dictionaries in
-   those, and of tensors that a package's layer keeps beside its buffers, nothing is kept or told,
-   but for generators in a global dictionary. What hooks change in a data set between two epochs is
-   told (``DataSets`` in parts/loaders.py). What training has made to share memory comes back as
+   keep is told as it changes (parts/undeclared/not_kept.py). Told are also functions, methods and
+   classes that training puts in the place of others (parts/replaced.py), and what hooks change in a
+   data set between two epochs (``DataSets`` in parts/loaders.py). In hooks, functions, attributes
+   of classes and global variables (holding/beside_objects.py), modules, objects with a
+   ``state_dict`` and generators are kept; numbers, texts, lists and other objects are told;
+   dictionaries are neither, but for generators in a global one. Tensors that a package's layer
+   keeps beside its buffers are neither, too. What training has made to share memory comes back as
    separate copies. The generators come last of the parts in memory, since giving back any other
    part may draw.
 7. Hooks that the resumed process calls again change no saved value in the end. ``setup`` and
-   ``configure_model`` run before the checkpoint is loaded, so it wins. ``configure_optimizers``
-   runs after the weights are loaded and before the states of optimizers. ``on_fit_start``,
-   ``on_train_start`` and ``on_train_epoch_start`` run last: what they change of saved values is
-   undone (before_hooks.py; attributes by parts/undeclared/attributes.py), and what nobody saves
-   stays as they set it. ``train_dataloader`` and ``on_train_epoch_start`` draw what they drew
-   before the save (``BeforeHooksOfEpoch`` in parts/generators.py). The sanity check, and hooks of
-   batches and validations that are done, are not called.
+   ``configure_model`` run before the checkpoint is loaded, so it wins. ``configure_optimizers`` (it
+   must change no weights) and ``on_fit_start`` run after the weights are loaded and before the
+   optimizers' states are; ``on_train_start`` and ``on_train_epoch_start`` run after everything.
+   What these two and ``on_fit_start`` change of saved values is undone (before_hooks.py; attributes
+   by parts/undeclared/attributes.py), and what nobody saves stays as they set it.
+   ``train_dataloader`` and ``on_train_epoch_start`` draw what they drew before the save
+   (``BeforeHooksOfEpoch`` in parts/generators.py). The sanity check, and hooks of batches and
+   validations that are done, are not called.
 """
 
 from __future__ import annotations
@@ -286,7 +292,8 @@ class Restoring:
         give_plain_buffers(module, buffers)
 
     def _take_seeds_of(self, resume: Resume) -> None:
-        """Let the order of samples stay that of the checkpoint, whatever this start would draw.
+        """Let the order of samples stay that of the checkpoint, whatever this start would draw;
+        but where the user has changed settings and given another seed, that one counts.
 
         With another order, the epoch that goes on would read some samples twice and others never.
         """

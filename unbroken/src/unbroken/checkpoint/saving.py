@@ -9,12 +9,13 @@ A run is saved
 - between two epochs (:meth:`Saving.between_epochs`). Where the previous save is still being
   written, or is so recent that another one would cost too much (``Interval.is_too_soon``; only a
   state that a thread writes, from the third save on), none is made there, unless it is a new best,
-  or a save or a stop was asked for. Before Lightning's extra epoch that updates batch norms for
-  averaged weights, only a new best is saved. So where no run can start inside an epoch, a stop
-  there may lose some short epochs of a large state, not only the one that is stopped;
+  or a save or a stop was asked for. So a stop inside an epoch may lose several short ones of a
+  large state where no run can start inside one. Before Lightning's extra epoch that updates batch
+  norms for averaged weights, only a new best is saved;
 - inside a validation, where the run is asked to stop: the state is that of the validation's start
   (nothing is saved if the validation has changed weights);
-- after the last epoch (:meth:`Saving.training_ends`).
+- after training (:meth:`Saving.training_ends`), also where ``max_steps`` or ``max_time`` has cut an
+  epoch: that checkpoint has the place inside it, too (cut_epoch.py).
 
 At an error nothing more is saved; a save that is under way is written to its end.
 
@@ -22,9 +23,9 @@ hooks.py calls these methods. In the order in which it happens:
 
 1. When a batch has ended an optimizer step, the ranks agree on what any of them asks for: to save
    by the clock, or to stop (:meth:`Saving.batch_ends`; stopping/__init__.py has the whole way of a
-   stop). Several ranks know it one step later. What needs no agreement all ranks know at once: that
-   the steps between two saves are over, and that a validation or an epoch's end has found a new
-   best.
+   stop). Several ranks know it one step later. That the steps between two saves are over, and that
+   a validation or an epoch's end has found a new best, all ranks know at once; of a save by steps
+   they only ask each other whether the disk is still busy.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
    :meth:`Saving.save_and_maybe_stop` saves it, if a run can resume from it or it is a new best

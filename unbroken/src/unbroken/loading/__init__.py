@@ -20,12 +20,12 @@ of a resume, and under which conditions it is exact):
    training has changed since, generators in its attributes, or its ``state_dict``. The sampler is
    given that, then asked for its order, then given what it held at the save. The random numbers of
    batch k, in this process or in a worker, come from (seed, rank, epoch, k), and each fetch leaves
-   this process's generators as it found them: :class:`Fetch` (fetch.py). So neither the order nor a
-   random transform depends on what was read before, or by which worker. Batches that were fetched
-   beyond k at the save are fetched again. (One exception: a data set that gathers whole batches,
-   :class:`unbroken.contract.GathersBatches`, must draw from Python's and NumPy's generators for
-   each batch or for none. If it draws for some alone, a resume is not exact, and nothing tells
-   that.)
+   this process's global generators as it found them: :class:`Fetch` (fetch.py). So neither the
+   order nor a random transform depends on what was read before, or by which worker. Batches that
+   were fetched beyond k at the save are fetched again. (One exception: a data set that gathers
+   whole batches, :class:`unbroken.contract.GathersBatches`, must draw from Python's and NumPy's
+   generators for each batch or for none. If it draws for some alone, a resume is not exact, and
+   nothing tells that.)
 3. Anything else (a stream, a loader of the user's own) becomes a :class:`WatchedLoader`. Nobody can
    leave out its first k batches. If it has a state, the state is kept after every batch, and loaded
    again. It is tried before training (proof.py), and what is not exact is said (faults.py). Where

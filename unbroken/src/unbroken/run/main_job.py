@@ -166,7 +166,7 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
                 result.summary.notes.append(f"not tested: {error}")
         is_tested = True
         if trainer.world_size == 1:
-            # Every step is saved. Several ranks end together.
+            # Every step is saved. With several ranks torchrun signals the others as one has ended.
             signals.raise_from_now_on()
         finish(trainer, result)
         if trainer.is_global_zero:
@@ -194,8 +194,8 @@ def end_stopped(
     config: Configuration, run: RunFolder, trainer: Trainer, report: RunResult | None
 ) -> None:
     """Write the report of a run that was stopped, bring its last state to the mirror, and say which
-    step ``last.ckpt`` holds. A further signal gives up what is left, but for these lines (unless it
-    comes as they are said).
+    step ``last.ckpt`` holds. With one rank a further signal gives up what is left, but for these
+    lines (unless it comes as they are said); with several it does nothing.
     """
     mirror = run.mirror if trainer.is_global_zero else None
     seconds = 0.0

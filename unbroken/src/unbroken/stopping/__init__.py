@@ -30,8 +30,8 @@ place in the queue. Lightning's own handlers of SIGTERM and of SLURM's signal ar
    - If a script's own handler has raised an exception, that one is raised instead.
    - If the disk has not taken the last save, NotSaved is raised before any of these: 1.
 
-5. Lightning tears down, and the ranks end in any order. Lightning's observer thread would kill rank
-   zero where another rank has ended with an error, so it is made to forget them
+5. Lightning tears down, and the ranks of a script end in any order. Lightning's observer thread
+   would kill rank zero where another rank has ended with an error, so it is made to forget them
    (``release_child_processes``). In a command rank zero ends last, because it still writes the
    report, which asks no other rank, and waits for the mirror. torchrun itself ends with 1, whatever
    its ranks end with.
@@ -49,14 +49,17 @@ signals.py has the phases):
 | in the imports (IMPORTS) | the first has ended it | the same | - |
 | in the start (STARTS) | is ignored: the first is ending it | the same | the same (see below) |
 | in training or test (RUNS) | is ignored | is ignored | is ignored |
-| while the report is written | report and summary are given up (SAVED) | is ignored (RUNS) | - |
+| in the report, or its mirror's wait | what is left is given up (SAVED) | is ignored (RUNS) | - |
 | when all is done (ENDS) | ends it at once | ends that rank at once | is the script's |
 
 "Ignored" is: it shortens nothing, and what hangs still hangs. SIGQUIT (Ctrl and backslash on the
 keyboard) or SIGKILL end such a run, and nothing is saved then. (torchrun sends SIGKILL itself, 30 s
 after it was asked to stop; ``--shutdown-timeout`` makes it more.) The handlers that a script has
-set itself are called all the same. In the start the first signal ends nothing where the user's code
-swallows ``Stopped``, as a bare ``except`` does: then the run stops at its first step.
+set itself are called all the same, and what the last of them raises ends the run in the place of
+``Stopped``. In the start the first signal ends nothing if it is SLURM's, or where the user's code
+swallows ``Stopped``, as a bare ``except`` does: then the run stops at its first step (a command is
+ended after 1.5 s where that has not begun). In imports and start a rank that rank zero has started
+passes each signal on to it. A run that is done and whose report is given up lacks its summary, too.
 
 A script has its handlers back in ``Hooks.on_exception``: at an error, and at a stop behind its save
 and up to 8 s of its mirror, in the start at once. Else it has them back in the callback's

@@ -36,8 +36,9 @@ at other times it is raised at once.
 A command with one rank is SAVED when its test is done, or when Lightning has ended a run that was
 stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up report and summary. The
 mirror has what is left of 8 s since the first signal; none where a run was stopped before its end
-and the second signal comes while its report is written. With several ranks it stays in RUNS
-although training is over, since all of them must end together.
+and a second signal cuts its report. With several ranks it stays in RUNS although training is over:
+torchrun signals the others as soon as one has ended, and rank zero must not give up its report for
+that.
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """

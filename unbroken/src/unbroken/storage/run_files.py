@@ -17,7 +17,8 @@ What may come between, and what follows (checkpoint/saving.py says when a run is
 - The disk takes a best, and not its copy as last. A line says so, and the next save tries again.
 - The disk does not take the last save of a run, even at a second try. The run ends with NotSaved; a
   resume starts from the last before. (Where a run stops inside an epoch in which its loader cannot
-  start, nothing is saved then. If the save before has failed, it is not tried again.)
+  start, nothing is saved then. If the save before has failed, it is not tried again, and the run
+  ends with NotSaved.)
 - No file can hold the state. The run ends with one line, on all ranks; the files stay the ones
   before.
 - The thread that writes has an error of another kind, or the first file cannot be read back. Rank
@@ -149,8 +150,8 @@ class RunFiles:
         it did not take waits in memory, and is written before the next save.
 
         Args:
-            trainer: It has its own CheckpointIO again afterwards. One of the user's class writes
-                neither file.
+            trainer: Its CheckpointIO is replaced while Lightning makes the checkpoint. One of the
+                user's class writes neither file.
             target: The file that is written.
             copied_to: A second file with the same bytes. None: there is none.
             group: The ranks' group in CPU memory.
@@ -187,7 +188,8 @@ class RunFiles:
             waited = time.perf_counter() - begun
             self.costs.wait_seconds += waited
             if self.trouble.reason is None:
-                # A save that has failed says nothing of what one costs.
+                # A save that has failed says nothing of what one costs. Of one that the thread
+                # writes that is not known yet: the one before counts.
                 self.costs.seconds_before = before
                 self.costs.last_wait_seconds = waited
         failures = [reason for reason in gather_from_ranks(failure, group) if reason]
