@@ -56,24 +56,22 @@ def generators_of_modules() -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     kinds = classes_of_generators()
+    # Each global variable is asked at each save: whether a class is in a set is told soonest.
+    opened = kinds.union(CONTAINERS)
     for name in sorted(filter(is_users_module, list(sys.modules))):
         for variable, value in list(vars(sys.modules[name]).items()):
-            inside = _of_kinds(f"{name}.{variable}", value, kinds)
-            found.update((path, each) for path, each in inside if draws_from_a_state(each))
+            if type(value) in opened:
+                inside = _of_kinds(f"{name}.{variable}", value, kinds)
+                found.update((path, each) for path, each in inside if draws_from_a_state(each))
     return found
 
 
 def _of_kinds(name: str, value: Any, kinds: set[type]) -> Iterable[tuple[str, Any]]:
-    """A value of one of these classes; of a list or dictionary its entries of them.
-
-    Each global variable is asked at each save: whether classes are in a set is told soonest.
-    """
-    kind = type(value)
-    if kind in kinds:
+    """A value of one of these classes; of a list or dictionary its entries of them."""
+    if type(value) in kinds:
         return [(name, value)]
-    if kind not in CONTAINERS or len(value) > LONGEST:
-        return ()
-    if kinds.isdisjoint(map(type, value.values() if kind is dict else value)):
+    entries = value.values() if type(value) is dict else value
+    if len(value) > LONGEST or kinds.isdisjoint(map(type, entries)):
         return ()
     return [(f"{name}.{key}", each) for key, each in held_by(value) if type(each) in kinds]
 
