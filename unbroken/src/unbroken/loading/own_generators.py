@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from unbroken.holding.bounds import LONGEST
 from unbroken.holding.users_modules import is_users_module
-from unbroken.holding.walk import CONTAINERS, Place, children_of, held_by, walk
+from unbroken.holding.walk import Place, children_of, walk
 
 KINDS = (
     random.Random,
@@ -51,29 +50,15 @@ def generators_in(holder: Any) -> dict[str, Any]:
 
 
 def generators_of_modules() -> dict[str, Any]:
-    """Every generator in a global variable of the user's own modules, his script among them, or in
-    a list or dictionary in one.
-    """
+    """Every generator in a global variable of the user's own modules, his script among them."""
     found: dict[str, Any] = {}
-    kinds = classes_of_generators()
     # Each global variable is asked at each save: whether a class is in a set is told soonest.
-    opened = kinds.union(CONTAINERS)
+    kinds = classes_of_generators()
     for name in sorted(filter(is_users_module, list(sys.modules))):
         for variable, value in list(vars(sys.modules[name]).items()):
-            if type(value) in opened:
-                inside = _of_kinds(f"{name}.{variable}", value, kinds)
-                found.update((path, each) for path, each in inside if draws_from_a_state(each))
+            if type(value) in kinds and draws_from_a_state(value):
+                found[f"{name}.{variable}"] = value
     return found
-
-
-def _of_kinds(name: str, value: Any, kinds: set[type]) -> Iterable[tuple[str, Any]]:
-    """A value of one of these classes; of a list or dictionary its entries of them."""
-    if type(value) in kinds:
-        return [(name, value)]
-    entries = value.values() if type(value) is dict else value
-    if len(value) > LONGEST or kinds.isdisjoint(map(type, entries)):
-        return ()
-    return [(f"{name}.{key}", each) for key, each in held_by(value) if type(each) in kinds]
 
 
 def classes_of_generators() -> set[type]:
