@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import signal
+import struct
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -654,10 +655,26 @@ def starts_many_workers(checkpoint: dict[str, Any], folder: Path) -> None:
 
 
 # A text that is waited for → what brings it
+def opens_pictures(checkpoint: dict[str, Any], folder: Path) -> None:
+    """A picture of many pixels, and an icon whose picture is larger than the icon says."""
+    from PIL import Image
+
+    Image.new("1", (10_000, 9_000)).save(folder / "large.png")
+    Image.open(folder / "large.png").close()
+    Image.new("RGB", (32, 32)).save(folder / "small.png")
+    inside = (folder / "small.png").read_bytes()
+    header = struct.pack("<3H4B2H2I", 0, 1, 1, 16, 16, 0, 0, 1, 32, len(inside), 22)
+    (folder / "x.ico").write_bytes(header + inside)
+    with Image.open(folder / "x.ico") as icon:
+        icon.load()
+
+
 BROUGHT_BY: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "You're resuming from a checkpoint that ended before the epoch": resumes,
     "You're resuming from a checkpoint that ended before the epoch ended": resumes,
     "The '.*_dataloader' does not have many workers": resumes,
+    r"Image size \(\d+ pixels\) exceeds limit": opens_pictures,
+    "Image was not the expected size": opens_pictures,
     "Be aware that when using `ckpt_path`": resumes,
     "The number of training batches .* is smaller than the logging interval": resumes,
     "It is recommended to use `self.log": leaves_parameters_out,
@@ -791,7 +808,7 @@ TYPED: dict[str, list[list[str] | Callable[[], None]]] = {
     r"([\w.]+)\": Unable to load config '(.+?)'": [WRONG_FILE],
     r"Expected a typing\.Literal\[([^\]]*)\]": [WRONG_CHOICE],
     r"Expected an? <class '(\w+)'>": [WRONG_TYPE, ["--max_epochs", "x"]],
-    r"(?:Given value|Got value): (.+?)(?: - | Given | Expected |$)": [WRONG_TYPE, WRONG_CHOICE],
+    r"(?:Given value|Got value):(.+?)?(?: - | Given | Expected |$)": [WRONG_TYPE, WRONG_CHOICE],
     r"NestedArg\(key='[\w.]+', val=(.+?)\)(?: -|$| Given)": [WRONG_TYPE],
     r"Errors: - (.+?)(?= - Expected| Given value|$)": [WRONG_CHOICE],
     "dot import path": [NO_CLASS],
