@@ -101,6 +101,8 @@ class DataSets(Note):
         before ended. Loaders that were made anew have others by intent.
         """
         found: list[str] = []
+        if not self._at_end:
+            return found
         now = dict(zip(map(id, self.loading.positions), self._look(), strict=True))
         for number, (position, before) in enumerate(self._at_end):
             if now.get(id(position), before) != before and number not in self._told:

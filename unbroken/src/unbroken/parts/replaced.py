@@ -8,14 +8,13 @@ from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 from lightning.pytorch import Trainer
+from unbroken.lightning_internals import HOOKS_OF_LAYERS
 from unbroken.parts.held import Held, not_kept_of
 from unbroken.parts.plain_values import is_users_own
 from unbroken.parts.users_callbacks import users_callbacks
 
 # What an attribute may hold to be called: a function, a method of an object, or a class
 CALLED = (FunctionType, BuiltinFunctionType, MethodType, type)
-# Where a layer keeps what is called before or behind it.
-HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 AGAIN = (
     "A resumed run has that only where a hook of its start, or of an epoch's start, does it again."
 )
@@ -106,8 +105,8 @@ def hooks_of(held: Held) -> dict[str, int]:
     found: dict[str, int] = {}
     for path, layer in held.layers.items():
         inside = vars(layer)
-        if any(inside[name] for name in HOOKS):
-            found[path] = sum(len(inside[name]) for name in HOOKS)
+        if any(inside[name] for name in HOOKS_OF_LAYERS):
+            found[path] = sum(len(inside[name]) for name in HOOKS_OF_LAYERS)
     return found
 
 
