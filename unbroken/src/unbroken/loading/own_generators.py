@@ -52,10 +52,13 @@ def generators_in(holder: Any) -> dict[str, Any]:
 def generators_of_modules() -> dict[str, Any]:
     """Every generator in a global variable of the user's own modules, his script among them."""
     found: dict[str, Any] = {}
-    # Each global variable is asked at each save: whether a class is in a set is told soonest.
     kinds = classes_of_generators()
-    for name in sorted(filter(is_users_module, list(sys.modules))):
-        for variable, value in list(vars(sys.modules[name]).items()):
+    for name in filter(is_users_module, list(sys.modules)):
+        variables = vars(sys.modules[name]).copy()
+        # Each global variable is asked at each save. That there is none is told soonest by the set.
+        if kinds.isdisjoint(map(type, variables.values())):
+            continue
+        for variable, value in variables.items():
             if type(value) in kinds and draws_from_a_state(value):
                 found[f"{name}.{variable}"] = value
     return found
