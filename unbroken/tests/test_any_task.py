@@ -70,6 +70,7 @@ def loaders_and_stops() -> list[Any]:
     return found
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(("kind", "stops"), loaders_and_stops())
 def test_a_stopped_run_with_a_loader_of_ones_own_is_bit_identical(
     kind: str, stops: list[tuple[int, bool, str]], capsys: pytest.CaptureFixture[str]
@@ -299,7 +300,7 @@ def places() -> list[Any]:
     return found
 
 
-@pytest.mark.daily(3)
+@pytest.mark.daily(2)
 @pytest.mark.filterwarnings(
     "ignore:Trying to infer the `batch_size`", "ignore:Metric `SpearmanCorrcoef` will save all"
 )
@@ -385,6 +386,7 @@ def odd(module: str, *flags: str) -> list[str]:
     return [*named, *SHORT, *flags]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.filterwarnings(
     "ignore:Lazy modules are a new feature",
     "ignore:Sparse CSR tensor",

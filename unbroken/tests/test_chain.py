@@ -143,6 +143,7 @@ def flip_a_bit(tensor: Tensor) -> None:
     tensor.view(torch.int32)[0, 0] ^= 1
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("make", "what"),
     [
@@ -199,6 +200,7 @@ class Dies(Callback):
             raise InterruptedError
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("is_grown", [False, True])
 def test_a_sample_of_a_stream_that_a_resume_repeats_shows_in_the_batches(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, is_grown: bool

@@ -408,6 +408,7 @@ class StopsAfter(Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("loads_late", [False, True])
 def test_a_run_that_is_stopped_twice_in_its_last_validation_ends_as_if_it_were_not(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, loads_late: bool
@@ -471,6 +472,7 @@ class FillsTheDisk(Callback):
         self.is_full = 10 < trainer.global_step < 16
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("size", [0, 2**30], ids=["in the background", "at once"])
 def test_a_best_that_the_disk_did_not_take_is_written_when_it_does(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, size: int
@@ -634,6 +636,7 @@ class LooksAtWeights(LooksAround):
     looks_at = ("state_dict",)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("make", [LooksAround, LooksAtWeights])
 def test_a_hook_of_a_load_that_looks_at_lightnings_entries_ends_no_resume(
     workplace: Path, make: Any, capsys: pytest.CaptureFixture[str]
@@ -925,7 +928,7 @@ class ReadsOneThatBegins(Regression):
         return BeginsAsItIsAsked()
 
 
-@pytest.mark.daily(6)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_steps": 13}], ids=["whole", "cut"])
 @pytest.mark.parametrize(
     ("make", "further"),
@@ -1267,6 +1270,7 @@ def fit_unseeded(module: Any, folder: str, *further: Callback) -> Any:
     return module
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("is_recorded", [False, True])
 def test_order_and_draws_follow_torchs_generator_as_in_a_plain_trainer(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, is_recorded: bool
@@ -1470,6 +1474,7 @@ class MadeInSetup(Regression):
         self.net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("make", "precision"),
     [

@@ -960,6 +960,7 @@ def of_two_ranks(monkeypatch: pytest.MonkeyPatch, other: DataLoader[Any]) -> Non
     monkeypatch.setattr(shares, "gather_from_ranks", of_both)
 
 
+@pytest.mark.daily(6)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", SHARED_BY_HAND)
 def test_ranks_that_hold_different_data_have_shared_them_themselves(
@@ -1282,6 +1283,7 @@ class NoisyStream(IterableDataset[Tensor]):
             yield torch.tensor([number, random.random(), np.random.rand(), float(torch.rand(()))])
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("training", [True, False])
 def test_workers_of_a_stream_that_outlive_an_epoch_are_seeded_for_each(training: bool) -> None:
     def epochs(*numbers: int) -> list[list[Tensor]]:

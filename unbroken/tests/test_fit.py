@@ -588,7 +588,7 @@ TOGETHER = [
 ]
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     "flags", [*TOGETHER, *(pytest.param(flags, marks=pytest.mark.nightly) for flags in FLAGS)]
 )

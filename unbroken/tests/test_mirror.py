@@ -101,6 +101,7 @@ def newest(url: str) -> Manifest:
     return saves_in(store_of(url))[0]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("kind", ["folder", "file", "memory"])
 def test_a_fresh_machine_goes_on_from_the_mirror_bit_for_bit(
     workplace: Path, undisturbed: Path, killed: Path, kind: str

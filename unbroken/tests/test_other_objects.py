@@ -281,7 +281,7 @@ def stopping() -> Callback:
     return EarlyStopping("val_loss", patience=1, mode="min")
 
 
-@pytest.mark.daily(4)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     "make",
     [
@@ -464,7 +464,7 @@ class Leaves(Callback):
         trainer.callbacks.remove(self)  # type: ignore[attr-defined]
 
 
-@pytest.mark.daily(4)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("make", "more", "line"),
     [

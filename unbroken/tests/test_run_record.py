@@ -218,6 +218,7 @@ SHORT = [
 ]
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("needed", [RunTimer, RunRecord, ExactCheckpoint])
 def test_a_list_of_callbacks_without_one_that_every_run_needs_is_refused(
     needed: type[Any], workplace: Path, capsys: pytest.CaptureFixture[str]

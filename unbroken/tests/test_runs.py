@@ -541,6 +541,7 @@ def many_of(kind: str, run: int) -> tuple[str, str]:
     return "summary.json", f'{{"finished": true, {", ".join(results)}}}'
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

@@ -658,7 +658,7 @@ CHANGES: dict[str, tuple[Any, Any]] = {
 NOT_KEPT = ("another sampler", "collate_fn", "the user's own object", "an own loader")
 
 
-@pytest.mark.daily(5)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_is_changed_in_a_live_loader_counts_as_in_a_plain_trainer(
@@ -770,6 +770,7 @@ class SavesItself(Callback):
         self._save_in(trainer, "on_train_epoch_end")
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("was_plain", [False, True])
 @pytest.mark.parametrize("make", [Stateful, StatefulAndLocked])
 @pytest.mark.parametrize(("hook", "step"), [("on_train_batch_end", 4), ("on_train_epoch_end", 3)])
@@ -820,7 +821,7 @@ OF_EVERY_DAY = [
 ]
 
 
-@pytest.mark.daily(3)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("schedule", "dies_in"),
     [
@@ -879,6 +880,7 @@ class Noisy(Reads):
         return self.layer(dropout(batch / 24 + 1, 0.3)).square().mean()
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("dies_in", [(1, 3), (2, 0)])
 def test_what_a_sampler_draws_as_it_is_told_the_epoch_shifts_no_generator(
     workplace: Path, dies_in: tuple[int, int]

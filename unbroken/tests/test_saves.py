@@ -327,6 +327,7 @@ def test_a_save_that_a_disk_has_slowed_down_once_changes_no_interval() -> None:
     assert interval.seconds_with(twice) == pytest.approx(8500)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("size", [0, 2**30], ids=["in the background", "at once"])
 def test_a_save_that_fails_slowly_is_tried_again_after_the_interval(
     size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

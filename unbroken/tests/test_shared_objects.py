@@ -145,6 +145,7 @@ def trained(folder: Path, killed_at: int | None = None, **options: Any) -> Share
     return module
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("killed_at", [1, 4, 6])
 def test_what_two_objects_share_they_share_after_a_resume(
     killed_at: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -142,6 +142,7 @@ def test_on_a_cpu_with_avx2_alone_half_precision_is_measured_to_be_slow() -> Non
     assert float(told.stdout) > 1.5
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     ("accelerator", "has_instructions", "cost", "chosen"),
     [

@@ -527,6 +527,7 @@ def test_the_picture_shows_every_trial(tmp_path: Path) -> None:
     assert {(0xC1, 0x27, 0x2D), (0x33, 0x65, 0x8A), (0xB0, 0xB7, 0xBF)} <= colours
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("low", "high"), [(0.0012, 0.011), (0.001, 0.1), (0.002, 0.009), (1e-8, 1.0)]
 )

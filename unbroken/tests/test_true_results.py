@@ -96,6 +96,7 @@ CASES = [
 ]
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("killed_at", [None, 2 * STEPS + 3])
 @pytest.mark.parametrize(("make", "monitor", "mode", "epoch", "score"), CASES)
 def test_the_best_is_of_the_weights_that_were_measured(
@@ -134,6 +135,7 @@ class HeldOut(Regression):
         self.log("val_loss", batch[0].mean())
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("killed_at", [None, STEPS + 3])
 @pytest.mark.parametrize(
     ("numbers", "limit", "is_looked_for_anew"),

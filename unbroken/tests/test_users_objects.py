@@ -682,6 +682,7 @@ def with_and_without_a_kill(
     return undisturbed, trained(folder / "killed", make(), **options)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("killed_at", [2, 4, 9])
 def test_a_schedule_in_a_schedule_and_loaders_that_follow_attributes_resume_exactly(
     killed_at: int, tmp_path: Path
@@ -788,6 +789,7 @@ class Plain(LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("killed_at", [5, 9, 13])
 def test_settings_of_the_trainer_that_training_has_changed_come_back(
     killed_at: int, tmp_path: Path
@@ -1104,6 +1106,7 @@ class MiningInValidations(Mining):
         return DataLoader(TensorDataset(torch.zeros(2, 1)), 1)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("stopped_at", [2, 4, 6])
 def test_an_order_is_drawn_before_a_validation_that_a_run_resumes_in_may_change_it(
     stopped_at: int, tmp_path: Path
@@ -1150,6 +1153,7 @@ class MiningBesideAStream(Mining):
         return CombinedLoader(loaders, "min_size")
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("killed_at", [2, 6, 9])
 def test_an_order_beside_a_stream_is_drawn_once(killed_at: int, tmp_path: Path) -> None:
     options = {"reload_dataloaders_every_n_epochs": 0, "max_epochs": 4}
@@ -1321,7 +1325,7 @@ class MiningByEpochs(Mining):
         sampler.weights = sampler.weights * torch.arange(1.0, 9.0)
 
 
-@pytest.mark.daily(9)
+@pytest.mark.daily(3)
 @pytest.mark.parametrize("killed_at", [2, 6, *map(nightly, (4, 9, 11))])
 @pytest.mark.parametrize(
     "kind",
@@ -1853,7 +1857,7 @@ class UsesALayerAtTimes(Plain):
         return SetsToZero(self.parameters(), 0.01)
 
 
-@pytest.mark.daily(5)
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("killed_at", [18, *map(nightly, (3, 6))])
 @pytest.mark.parametrize(
     "kind",
@@ -1882,6 +1886,7 @@ def test_what_training_makes_shares_or_changes_comes_back(
         assert torch.equal(mine, theirs)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("killed_at", [6, *map(nightly, (3, 14))])
 @pytest.mark.parametrize("kind", [LooksAtBatches, Slides])
 def test_a_pass_begins_once_whoever_looks_at_its_batches_and_ranges_are_kept(
@@ -1951,6 +1956,7 @@ def deep(depth: int) -> list[Any]:
     return value
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     "make",
     [
@@ -2018,7 +2024,7 @@ class DrawsFromTheScripts(Plain):
         return DataLoader(NoisyRows(), 2, num_workers=self.workers)
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("killed_at", [4, 6])
 def test_a_generator_in_a_global_variable_of_the_users_own_files_is_kept(

@@ -229,6 +229,7 @@ def test_what_others_took_is_added_up_over_the_parts_of_a_resumed_run(
         assert saved["busy_seconds"] == taken
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize(
     ("chosen", "watched"),
     [

@@ -265,6 +265,7 @@ def save_with_a_fault(
     dist.destroy_process_group()
 
 
+@pytest.mark.daily(4)
 @pytest.mark.parametrize(
     "fault",
     [

@@ -166,6 +166,7 @@ def test_a_rank_that_no_launcher_has_given_is_said_and_ignored(
     )
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK"])
 def test_main_in_a_notebook_ignores_such_a_rank_as_well(
     name: str, workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
