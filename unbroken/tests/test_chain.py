@@ -87,6 +87,7 @@ def what_differs(one: ExactCheckpoint, other: ExactCheckpoint) -> list[str]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_weight_that_is_changed_shows_in_the_first_link_after_it(workplace: Path) -> None:
     plain = fit("plain", epochs=3)
     assert [(each.epoch, each.step) for each in links(plain)] == [
@@ -99,6 +100,7 @@ def test_a_weight_that_is_changed_shows_in_the_first_link_after_it(workplace: Pa
     assert what_differs(plain, changed) == ["", *["weights optimizer"] * 3]
 
 
+@pytest.mark.nightly
 def test_a_large_module_is_looked_at_between_epochs_alone(
     workplace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -177,6 +177,7 @@ def test_two_resumes_of_one_run_at_once_the_second_is_refused(
         kill_group(process)
 
 
+@pytest.mark.nightly
 def test_a_run_that_ends_on_a_full_disk_says_so_in_one_line_and_keeps_what_was_whole(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

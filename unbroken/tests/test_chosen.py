@@ -99,6 +99,7 @@ def precisions() -> list[str]:
     return [Path(f"rank-{rank}.txt").read_text().split()[0] for rank in (0, 1)]
 
 
+@pytest.mark.nightly
 def test_a_resume_where_there_are_other_cores_computes_with_the_threads_of_the_first_start(
     workplace: Path, two_threads: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -497,6 +497,7 @@ class StopsInEpoch(Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_stopped_behind_an_epochs_last_validation_counts_those_of_the_next_alike(
     workplace: Path,
 ) -> None:
@@ -989,6 +990,7 @@ class Supervised(SupervisedModule):
         return DataLoader(rows(90, 0), 4, shuffle=True)
 
 
+@pytest.mark.nightly
 def test_which_batches_are_counted_together_does_not_depend_on_the_saves(workplace: Path) -> None:
     def trained(folder: str | None, every: str, *further: Callback) -> dict[str, Any]:
         seed_everything(7, verbose=False)
@@ -1418,6 +1420,7 @@ class CountsSteps(Callback):
         self.found = (trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.global_step)
 
 
+@pytest.mark.nightly
 def test_steps_are_counted_alike_where_validations_come_at_other_moments(workplace: Path) -> None:
     with pytest.raises(RuntimeError, match="died"):
         fit("r", Dies(33), val_check_interval=10)

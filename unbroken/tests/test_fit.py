@@ -327,6 +327,7 @@ def test_auto_starts_goes_on_and_says_when_it_is_finished(
     assert note.startswith("--ckpt_path auto without --run_name: a new run starts, ")
 
 
+@pytest.mark.nightly
 def test_a_finished_run_stays_as_it_is_where_a_new_start_leaves_no_step(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,6 +170,7 @@ def test_every_callback_that_lightning_ships_is_among_these() -> None:
     assert {*SAID} <= {kind.__name__ for kind in NOT_EXACT}
 
 
+@pytest.mark.nightly
 def test_averaged_weights_are_exact_where_a_run_stops_in_the_epoch_for_batch_norms(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

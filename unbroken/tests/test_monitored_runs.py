@@ -86,6 +86,7 @@ def test_fit_ends_an_out_of_memory_run_with_the_advice_and_exit_code_1(tmp_path)
     assert damage(tmp_path / "checkpoints" / "oom" / "last.ckpt") is None
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_resumed_a_step_before_its_end_has_the_rows_of_an_undisturbed_one(
     workplace: Path,
 ) -> None:

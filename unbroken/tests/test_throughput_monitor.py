@@ -669,6 +669,7 @@ def test_counting_flops_draws_nothing_and_keeps_nothing():
     assert module.training
 
 
+@pytest.mark.nightly
 def test_counting_flops_leaves_no_trace():
     network = ConvNet(dropout=0.5)
     module = Linear()

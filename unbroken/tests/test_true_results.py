@@ -175,6 +175,7 @@ class Worsens(Regression):
         self.log("val_loss", float(self.current_epoch))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("flags", [{"check_val_every_n_epoch": 2}, {"limit_val_batches": 0}])
 def test_validations_that_are_not_made_yet_are_no_other_ones(
     workplace: Path, capsys: pytest.CaptureFixture[str], flags: dict[str, int]

@@ -212,6 +212,7 @@ def test_with_a_simulated_memory_limit_the_exact_largest_batch_is_found(
     assert limited_by == "memory"
 
 
+@pytest.mark.nightly
 def test_memory_is_free_again_after_a_try_that_fitted_and_after_those_that_did_not(
     steps: TrainingSteps,
 ) -> None:
@@ -404,6 +405,7 @@ def test_tune_batch_size_writes_a_table_and_a_picture_and_touches_no_run(
     assert sorted(os.listdir()) == ["sizes.json", "sizes.png"]
 
 
+@pytest.mark.nightly
 def test_a_size_that_fits_two_steps_but_not_many_is_not_called_fitting(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -999,6 +999,7 @@ def test_a_network_saved_in_half_precision_is_made(name: str, tmp_path: Path) ->
 # What people do with files of their own
 
 
+@pytest.mark.nightly
 def test_a_class_that_was_typed_needs_no_flag_later_nor_on_a_machine_with_the_key(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

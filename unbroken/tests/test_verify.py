@@ -58,6 +58,7 @@ def test_what_is_not_kept_is_named_with_the_lines_that_mend_it() -> None:
     assert_resumes_exactly(Plain, steps=STEPS, trainer={"callbacks": [names["Mended"]()]})
 
 
+@pytest.mark.nightly
 def test_an_attribute_that_changes_no_result_is_named_in_a_warning() -> None:
     with pytest.warns(NotRestoredWarning) as warned:
         assert_resumes_exactly(Plain, steps=STEPS, trainer={"callbacks": [Patience()]})
