@@ -4,6 +4,7 @@ promises.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import random
@@ -426,6 +427,31 @@ def test_a_run_that_is_stopped_twice_in_its_last_validation_ends_as_if_it_were_n
     fit("undisturbed", **longer)
     fit("stopped", **longer)
     assert_same_end(Path("undisturbed"), Path("stopped"))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_told"),
+    [
+        ({"epochs": 2}, {"epochs": 1}, True),
+        ({"epochs": -1, "max_steps": 8}, {"epochs": -1, "max_steps": 3}, True),
+        ({"epochs": -1, "max_steps": 5}, {"epochs": -1, "max_steps": 5}, False),
+        ({"epochs": 1}, {"epochs": 1}, False),
+    ],
+    ids=["fewer epochs", "fewer steps", "the same steps", "the same epochs"],
+)
+def test_where_a_checkpoint_is_ahead_it_is_said_what_a_longer_fit_needs(
+    workplace: Path,
+    capsys: pytest.CaptureFixture[str],
+    before: dict[str, Any],
+    now: dict[str, Any],
+    is_told: bool,
+) -> None:
+    """A script trains a Trainer twice, and was killed in the second, longer training."""
+    with contextlib.suppress(Stopped):
+        fit("twice", StopsAfter(8), limit_train_batches=6, val_check_interval=2, **before)
+    capsys.readouterr()
+    fit("twice", limit_train_batches=6, val_check_interval=2, **now)
+    assert ("ckpt_path=keep.resume_from" in "".join(capsys.readouterr())) is is_told
 
 
 class StopsBehindTheEnd(Callback):

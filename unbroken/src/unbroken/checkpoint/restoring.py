@@ -600,6 +600,7 @@ class Restoring:
         if self._resume is None:
             return
         self.was_over = True
+        self._say_what_a_longer_fit_needs(trainer, self._resume)
         if self._resume.place == BETWEEN_EPOCHS and not is_after_epoch_for_batch_norms(trainer):
             # Call the hooks of a training's end, before which the last checkpoint was saved. Such a
             # hook may give the module its averaged weights. Lightning calls none of them here.
@@ -615,6 +616,26 @@ class Restoring:
             # The run may have been resumed from best.ckpt after its end.
             files = self._own_folder.files
             replace_damaged_last(files.last, files.best)
+
+    def _say_what_a_longer_fit_needs(self, trainer: Trainer, resume: Resume) -> None:
+        """Say how a script goes on whose Trainer has been given higher limits by the time that it
+        was killed: the next ``fit`` trains on, with new optimizers and another order of samples,
+        unless it is given the checkpoint, too.
+        """
+        step = self.loaded_step or 0
+        is_ahead_in_steps = 0 <= trainer.max_steps < step
+        max_epochs = trainer.max_epochs
+        is_inside_a_later_epoch = (
+            resume.place != BETWEEN_EPOCHS
+            and max_epochs is not None
+            and 0 <= max_epochs <= resume.data_start.epoch
+        )
+        if is_ahead_in_steps or is_inside_a_later_epoch:
+            say(
+                f"nothing was trained: the checkpoint is of step {step}, beyond the limits of this"
+                " fit. If the next fit has higher ones, give it ckpt_path, too, as by"
+                " ckpt_path=keep.resume_from; else it does not go on exactly."
+            )
 
     def put_back(self, trainer: Trainer) -> None:
         """Give the Trainer its own numbers again, and leave its optimizers alone."""
