@@ -32,7 +32,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.profilers import SimpleProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 from torchmetrics import Metric, SumMetric
 from unbroken import ExactCheckpoint, Part, Stopped
 from unbroken.checkpoint import ending
@@ -452,6 +452,52 @@ def test_where_a_checkpoint_is_ahead_it_is_said_what_a_longer_fit_needs(
     capsys.readouterr()
     fit("twice", limit_train_batches=6, val_check_interval=2, **now)
     assert ("ckpt_path=keep.resume_from" in "".join(capsys.readouterr())) is is_told
+
+
+class StreamOfRows(IterableDataset[Any]):
+    """Twelve samples, and no state: no run can start inside its epochs."""
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(12):
+            yield torch.randn(4, generator=generator), torch.randn(1, generator=generator)
+
+
+class ReadsAStream(Regression):
+    def train_dataloader(self) -> Any:
+        return DataLoader(StreamOfRows(), batch_size=2)
+
+
+class StopsAt(Callback):
+    """Asks the run to stop at a step. It is agreed on at the end of the next one."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_stop_from_which_no_run_resumes_says_where_it_resumes(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def told(stop: int) -> str:
+        with pytest.raises(Stopped):
+            fit("stream", StopsAt(stop), make=ReadsAStream)
+        (line,) = [
+            each for each in "".join(capsys.readouterr()).splitlines() if "the run stops at" in each
+        ]
+        return line.partition("the run stops at step ")[2]
+
+    assert told(1) == "2, from which it cannot resume: there is no last.ckpt yet."
+    assert told(7) == (
+        "8, from which it cannot resume: last.ckpt holds step 6, and a resume repeats the steps"
+        " since."
+    )
+    assert told(7) == (
+        "8, from which it cannot resume: last.ckpt is still the one that this start has found."
+    )
 
 
 class StopsBehindTheEnd(Callback):

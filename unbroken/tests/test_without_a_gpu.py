@@ -300,7 +300,7 @@ def test_every_rank_learns_that_rank_zero_could_not_save(
     assert outcomes[0] == outcomes[1]
     if fault is not None:
         assert outcomes[0].startswith("UserError: ")
-        assert f"{fault}. The run has stopped; nothing was saved." in outcomes[0]
+        assert f"{fault}. The run has stopped; what its folder holds is whole." in outcomes[0]
 
 
 @pytest.mark.parametrize(("free", "has_room"), [(79, False), (80, True)])

@@ -314,7 +314,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        # Lightning calls no teardown then. What may not be left to the last is done by Hooks.
+        # Lightning calls no teardown then. Hooks.on_exception, in front of all other callbacks, has
+        # given the signals back already; this is the rest.
         self._put_everything_back(trainer)
 
     def _put_everything_back(self, trainer: Trainer) -> None:

@@ -87,8 +87,8 @@ class KeptParts:
         self._positions = LoaderStates(loading)
         self.data_sets = DataSets(loading)
         self.validation_samples = ValidationSamples()
-        # They are taken in this order, the generators outside of ``without_a_trace``, and are given
-        # back in it, but those with files last (restoring.py).
+        # They are taken in this order, the generators last, when ``without_a_trace`` has ended.
+        # They are given back in the same order, but those with files last (restoring.py).
         self.all: list[Part] = [
             # A module's own sums come first: to ask for them may add uncounted batches to its
             # metrics.
@@ -128,7 +128,7 @@ class KeptParts:
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
         """Note what this start has made, before a checkpoint's optimizers and parts come. The
-        weights of a resumed run are loaded already.
+        weights of a resumed run are loaded already (but FSDP and DeepSpeed load them after this).
         """
         self.hyperparameters.begin(trainer)
         self.settings.fit_starts(trainer)
@@ -221,8 +221,8 @@ class KeptParts:
         same on all ranks, as other weights are.
         """
         module = trainer.lightning_module
-        is_cut = trainer.strategy.restore_checkpoint_after_setup
-        if is_cut or not saves_its_own_way(module):
+        loads_in_parts = trainer.strategy.restore_checkpoint_after_setup
+        if loads_in_parts or not saves_its_own_way(module):
             return
         buffers, lines = self.buffers.left_out_by_users(module, checkpoint["state_dict"])
         say(*lines)

@@ -2,8 +2,8 @@
 
 In the order in which it happens:
 
-a. Lightning has read the checkpoint, and calls :meth:`Restoring.read`. It notes where the loaders
-   start (``DataStart``), because most of them are made after this, and ask for it.
+a. Lightning has read the checkpoint, and calls :meth:`Restoring.read`. It notes where training
+   starts in its loaders (``DataStart``). They are made after this, and ask for it.
 b. The user's start-up hooks act, as in a new run. Our callback is in front of all others: before
    the first of them acts, it notes what they may change (:meth:`Restoring.fit_starts`,
    :meth:`Restoring.training_starts`).
@@ -18,32 +18,11 @@ d. The checkpoint was saved after Lightning had called the samplers' ``set_epoch
    ``on_train_epoch_start``. After the first batch nothing is left to give back
    (:meth:`Restoring.batch_ends`).
 
-A run that is killed inside an epoch and resumed ends with the same bits as one that is not, if
+A run that is killed inside an epoch and resumed ends with the same bits as one that is not. In
+short: a save lies between two batches; the batches behind it are read again, and are the same; and
+all that the batches before it have changed is given back. The conditions stand at the end.
 
-- the operations give the same bits when they are computed again, also as the first ones of a
-  process (where ``torch.compile`` may choose others for shapes that change): on a GPU that needs
-  ``--deterministic true``; the machine, the versions of torch and CUDA, the number of threads and
-  of ranks are the same, and a process uses one device;
-- samples and batches are functions of their keys, the epoch, and the random numbers drawn for them,
-  and the same functions in every process; a data set that gathers whole batches draws from Python's
-  and NumPy's generators for each batch or for none;
-- the order of a sampler of one's own follows from torch's, NumPy's or Python's global generators,
-  from generators in its attributes, from ``set_epoch`` or from its ``state_dict``;
-- the walk over the user's objects finds whatever else changes in training, and can keep it (step
-  6); no two tensors or generators that it keeps become one, or share memory, in training;
-- training changes no setting of the process (torch's defaults, environment variables), no attribute
-  of the Trainer but those in parts/trainer_settings.py, and not how weights lie in memory (their
-  strides); no result depends on the order in which a set gives its members;
-- ``configure_optimizers`` changes no weights, and nothing reads the gradients of a step behind its
-  end;
-- nothing is used that checkpoint/not_exact.py or docs/how_it_works.md names, such as DDP on three
-  or more ranks, which adds gradients up in another order in its first step.
-
-Some of this can be seen from outside, and a line tells it: at the start whether samples, orders and
-streams come again, at a save what the walk finds and cannot keep, at the resume another machine or
-other data. The command ``verify`` finds the rest in a run of the user's own.
-
-Why that is so, step by step. At the save, batches 0 to k - 1 of the epoch were done:
+Step by step, where batches 0 to k - 1 of the epoch were done at the save:
 
 1. The run resumes from its last save, and not from where it was killed. The steps between them are
    computed again.
@@ -52,7 +31,8 @@ Why that is so, step by step. At the save, batches 0 to k - 1 of the epoch were 
    batch before is done with its logging and its validation. Batch k is fetched already; step 5
    shows that fetching it again is harmless. All ranks save before the same batch
    (stopping/agreement.py). All parts and Lightning's own entries are taken there, as copies or
-   written at once; no step and no hook of a batch runs between the first part and the last.
+   written at once; no step and no hook of a batch runs between the first part and the last. (At a
+   stop inside a validation, the parts that a validation may change are those of its start.)
    Gradients that the next step still uses are a part (``Gradients``): those of a step that is not
    complete, of weights that no optimizer of the Trainer's has, and those that a ``zero_grad`` of
    one's own sets to 0. Random numbers that are drawn at a save are put back, and no loader begins
@@ -61,56 +41,93 @@ Why that is so, step by step. At the save, batches 0 to k - 1 of the epoch were 
    storage/files.py).
 3. The loops begin with batch k. A checkpoint's counters never show a batch as half done, nor batch
    k as fetched or as the last (``clean_counters`` in parts/loops.py); their number of completed
-   batches is k (``Resume.of``). Where a validation was due behind batch k - 1, a plain Trainer that
-   resumes there ends that batch a second time, and adds 1 to ``_batches_that_stepped`` again. So
-   the checkpoint holds that number less 1, for a plain Trainer; ``prepare_resumed_epoch``
-   (lightning_internals.py) adds the 1 and begins with batch k. A stop inside a validation saves the
-   state at its start (validation.py); the resumed run begins with that validation, from its first
-   batch. Where that is the validation after the last step, ``max_steps`` is reached, and Lightning
-   would enter no epoch. So ``max_steps`` is one step more until it is over
-   (:meth:`TrainerSettings.add_step`). A run that turns out to want no validation ends the epoch
-   before a batch (``Hooks._before_batch`` raises StopIteration).
+   batches is k (``Resume.of``). Where a validation was due behind batch k - 1, Lightning's counters
+   are mended: ``clean_counters`` at the save says how, and at the resume ``prepare_resumed_epoch``
+   (lightning_internals.py). A stop inside a validation saves the state at its start
+   (validation.py); the resumed run begins with that validation, from its first batch. If it was the
+   one behind the last step of ``max_steps``, Lightning would enter no epoch. So ``max_steps`` is
+   one step more until it is over (:meth:`TrainerSettings.add_step`). A run that turns out to want
+   no validation ends the epoch before a batch (``Hooks._before_batch`` raises StopIteration).
 4. The order of samples is drawn again (``ExactBatches._order`` in loading/batches.py), from the
    checkpoint's seed and the epoch and from what the sampler held as the pass began. The global
    generators, and a torch generator in its attribute ``generator``, are seeded from (seed, epoch)
    for that and then put back; of the rest what it held counts: its weights, generators of other
    names and kinds, its ``state_dict``. (Where the user has changed settings and given another seed,
-   that one counts, and a line says so. A pass is one way through a loader; of several loaders side
-   by side a short one has many in an epoch, each with an order of its own, and k counts in its own:
-   ``LoaderPosition.state_to_start_after``.) The whole order is drawn as the pass begins; what
-   changes in a sampler later counts from the next pass. The first k batches of the order are left
-   out.
+   that one counts; if it changes the rest of an epoch, a line says so. A pass is one way through a
+   loader; of several loaders side by side a short one has many in an epoch, each with an order of
+   its own, and k counts in its own: ``LoaderPosition.state_to_start_after``.) The whole order is
+   drawn as the pass begins; what changes in a sampler later counts from the next pass. The first k
+   batches of the order are left out.
 5. What is drawn while batch k is loaded is the same: for that, all generators, those that the data
    set and the collate function hold among them, are seeded by (seed, rank, epoch, k). Afterwards
    the global ones, and those in global variables, are what they were before, for the training may
    draw from them, too; those that the data set or the collate function holds stay where the batch
    left them, and are seeded for the next one (loading/fetch.py). That a sample depends on nothing
    else is tried with a few samples before training, on Linux (loading/repeating.py). Streams and
-   loaders of one's own begin with the state that they had after batch k - 1, or they resume between
-   epochs alone (loading/__init__.py, item 3).
-6. What else steps and hooks have changed since the start is in the checkpoint, if the walk over the
-   user's objects (parts/held.py) reaches it: in Lightning's own entries, or in a part (kept.py has
-   the list, docs/how_it_works.md of the repository what each is for). It has changed if it differs,
-   bit by bit or in its order, from what it was as training began (``is_same`` in
-   tensors/same_values.py); what has not is as the start makes it. What the walk reaches and cannot
-   keep is told as it changes (parts/undeclared/not_kept.py). Told are also functions, methods and
-   classes that training puts in the place of others (parts/replaced.py), and what hooks change in a
-   data set between two epochs (``DataSets`` in parts/loaders.py). In hooks, functions, attributes
-   of classes and global variables (holding/beside_objects.py), modules, objects with a
-   ``state_dict`` and generators are kept; numbers, texts, lists and other objects are told;
-   dictionaries are neither, but for generators in a global one. Tensors that a package's layer
-   keeps beside its buffers are neither, too. What training has made to share memory comes back as
-   separate copies. The generators come last of the parts in memory, since giving back any other
-   part may draw.
+   loaders of one's own that have a ``state_dict`` begin with the state that they had after batch
+   k - 1; those without one resume between epochs alone (loading/__init__.py, item 3).
+6. What else steps and hooks have changed since the start comes back, if the walk over the user's
+   objects (parts/held.py) reaches it and a checkpoint can hold it: it is in Lightning's own
+   entries, or in a part (kept.py has the list, docs/how_it_works.md of the repository what each is
+   for). It has changed if it differs, bit by bit or in its order, from what it was as training
+   began (``is_same`` in tensors/same_values.py). What has not changed is in no part: the script
+   that is started again makes it once more. The generators come last of the parts in memory, since
+   giving back any other part may draw. Who keeps what, and who tells what is not kept:
+
+   | held in | what | a change is |
+   | --- | --- | --- |
+   | module, data module, callbacks, objects in them | what a file can hold | kept |
+   | the same | what no file can hold, such as an iterator | told |
+   | the same | another method or class in the place of one | told |
+   | hooks, functions, classes, global variables | modules, generators, states | kept |
+   | the same | numbers, texts, lists, other objects | told |
+   | the same | dictionaries (of a global one, generators are kept) | neither |
+   | layers of a package | tensors beside their buffers | neither |
+   | data sets | what hooks change between two epochs | told |
+
+   (A state has a ``state_dict``. holding/beside_objects.py finds the second group. Told by
+   parts/undeclared/not_kept.py, parts/replaced.py and ``DataSets`` in parts/loaders.py. What
+   training has made to share memory comes back as separate copies.)
+
 7. Hooks that the resumed process calls again change no saved value in the end. ``setup`` and
    ``configure_model`` run before the checkpoint is loaded, so it wins. ``configure_optimizers`` (it
-   must change no weights) and ``on_fit_start`` run after the weights are loaded and before the
-   optimizers' states are; ``on_train_start`` and ``on_train_epoch_start`` run after everything.
-   What these two and ``on_fit_start`` change of saved values is undone (before_hooks.py; attributes
-   by parts/undeclared/attributes.py), and what nobody saves stays as they set it.
-   ``train_dataloader`` and ``on_train_epoch_start`` draw what they drew before the save
-   (``BeforeHooksOfEpoch`` in parts/generators.py). The sanity check, and hooks of batches and
+   must change no weights) and ``on_fit_start`` run after the weights are loaded (FSDP, DeepSpeed:
+   before) and before the optimizers' states are; ``on_train_start`` and ``on_train_epoch_start``
+   run after everything. What these two and ``on_fit_start`` change of saved values is undone
+   (before_hooks.py; attributes by parts/undeclared/attributes.py), and what nobody saves stays as
+   they set it. ``train_dataloader`` and ``on_train_epoch_start`` draw what they drew before the
+   save (``BeforeHooksOfEpoch`` in parts/generators.py). The sanity check, and hooks of batches and
    validations that are done, are not called.
+
+The conditions:
+
+- The operations give the same bits when they are computed again, also as the first ones of a
+  process (where ``torch.compile`` may choose others for shapes that change). On a GPU that needs
+  ``--deterministic true``.
+- The machine, the versions of torch and CUDA, the number of threads and of ranks are the same, and
+  a process uses one device.
+- The script that is started again makes the same objects, but for what a checkpoint holds: what is
+  drawn for them is seeded.
+- Samples and batches are functions of their keys, the epoch, and the random numbers drawn for them,
+  and the same functions in every process. A data set that gathers whole batches draws from Python's
+  and NumPy's generators for each batch or for none.
+- The order of a sampler of one's own follows from torch's, NumPy's or Python's global generators,
+  from generators in its attributes, from ``set_epoch`` or from its ``state_dict``.
+- Whatever a result depends on, and training changes, is "kept" by the table in step 6, and in the
+  walk's reach. No two tensors or generators that are kept become one, or share memory, in training.
+- Training changes no setting of the process (torch's defaults, environment variables).
+- It changes no attribute of the Trainer but those in parts/trainer_settings.py.
+- It does not change how weights lie in memory (their strides).
+- No result depends on the order in which a set gives its members.
+- ``configure_optimizers`` changes no weights.
+- Nothing reads the gradients of a step behind its end.
+- Nothing is used that checkpoint/not_exact.py or docs/how_it_works.md names, such as DDP on three
+  or more ranks, which adds gradients up in another order in its first step.
+
+Some of this can be seen from outside, and a line tells it: at the start whether samples, orders and
+streams come again, at a save what the walk finds and cannot keep, at the resume another number of
+threads, another version of this library, other data. The command ``verify`` finds the rest in a run
+of the user's own.
 """
 
 from __future__ import annotations
@@ -330,7 +347,7 @@ class Restoring:
 
     def fit_starts(self, trainer: Trainer) -> None:
         """Note what ``on_fit_start`` may change. Lightning has restored the module, the data module
-        and the callbacks.
+        and the callbacks (but FSDP and DeepSpeed load after this hook).
         """
         # Not trainer.ckpt_path: FSDP and DeepSpeed set it as they load, after this hook.
         if lightning_internals.found_checkpoint(trainer) is None:

@@ -7,10 +7,10 @@ A run is saved
   stop. A save by time or steps is put off while the previous one is being written. With loaders
   that cannot start inside an epoch only a new best is saved there;
 - between two epochs (:meth:`Saving.between_epochs`). Where the previous save is still being
-  written, or is so recent that another one would cost too much (``Interval.is_too_soon``; only a
-  state that a thread writes, from the third save on), none is made there, unless it is a new best,
-  or a save or a stop was asked for. So a stop inside an epoch may lose several short ones of a
-  large state where no run can start inside one. Before Lightning's extra epoch that updates batch
+  written, or is so recent that another one would cost too much (``Interval.is_too_soon``, which is
+  asked from the third save on, of a state that a thread writes), none is made there, unless it is a
+  new best, or a save or a stop was asked for. So, where no run can start inside an epoch, a stop
+  may lose several short epochs of a large state. Before Lightning's extra epoch that updates batch
   norms for averaged weights, only a new best is saved;
 - inside a validation, where the run is asked to stop: the state is that of the validation's start
   (nothing is saved if the validation has changed weights);
@@ -21,11 +21,12 @@ At an error nothing more is saved; a save that is under way is written to its en
 
 hooks.py calls these methods. In the order in which it happens:
 
-1. When a batch has ended an optimizer step, the ranks agree on what any of them asks for: to save
-   by the clock, or to stop (:meth:`Saving.batch_ends`; stopping/__init__.py has the whole way of a
-   stop). Several ranks know it one step later. That the steps between two saves are over, and that
-   a validation or an epoch's end has found a new best, all ranks know at once; of a save by steps
-   they only ask each other whether the disk is still busy.
+1. When a batch has ended an optimizer step (with manual optimization: each batch), the ranks agree
+   on what any of them asks for: to save by the clock, or to stop (:meth:`Saving.batch_ends`;
+   stopping/__init__.py has the whole way of a stop). Several ranks know it one step later. That the
+   steps between two saves are over, and that a validation or an epoch's end has found a new best,
+   all ranks know at once; of a save by steps they only ask each other whether the disk is still
+   busy.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
    :meth:`Saving.save_and_maybe_stop` saves it, if a run can resume from it or it is a new best
@@ -42,10 +43,11 @@ hooks.py calls these methods. In the order in which it happens:
    A state whose tensors have less than 16 MiB is written while training waits; a larger one is
    copied, and a thread writes the copy. The other ranks wait as long as rank zero does. A new best
    is written to ``best.ckpt`` and, if a run can resume from this state, copied to ``last.ckpt``;
-   any other save is written to ``last.ckpt`` alone. What may fail, and what follows, stands at the
-   head of run_files.py.
-4. A file is written beside its target, flushed to the disk, and renamed
-   (:func:`unbroken.storage.files.written_atomically`). Then :meth:`Saving._note_saved` sets
+   any other save is written to ``last.ckpt`` alone (behind a best that the disk did not take
+   before). What may fail, and what follows, stands at the head of run_files.py.
+4. A file is written beside its target, flushed to the disk, and renamed; then its folder is flushed
+   (:func:`unbroken.storage.files.written_atomically`). On any error the file beside it is removed;
+   the system's errors, such as a full disk, are NotWritten. Then :meth:`Saving._note_saved` sets
    ``saved_step`` and hands the files to the mirror, in the thread that has written them.
 
 A ModelCheckpoint of the user's saves as ever, beside these two files.
@@ -86,6 +88,7 @@ from unbroken.stopping.agreement import (
 from unbroken.stopping.ranks import gather_from_ranks, say
 from unbroken.stopping.signals import STOP_S
 from unbroken.storage.contents import CHOSEN, RUN_KEY
+from unbroken.storage.savable import NotPlain
 from unbroken.version import __version__
 
 
@@ -147,8 +150,8 @@ class Saving:
         self._chosen = chosen
         self._began = time.monotonic()
         self._last_save = self._began
-        # Saves may be due at the multiples of a number of optimizer steps. This one is that of the
-        # last moment for a save, whether anything was saved then or not.
+        # Saves may be due at the multiples of a number of optimizer steps. This is the step of the
+        # last call of ``save_and_maybe_stop``, whether that has saved anything or not.
         self._step_of_last_save = 0
 
     def training_starts(self, trainer: Trainer) -> None:
@@ -246,7 +249,8 @@ class Saving:
 
         Raises:
             Stopped: The ranks have agreed to.
-            NotSaved: The disk has not taken the last save of the run, even at a second try.
+            NotSaved: The disk has not taken the last save of the run: that of now even at a second
+                try, or the one before where nothing is saved now.
         """
         stops = self._agreement.is_stop
         is_last = stops or is_end
@@ -262,6 +266,7 @@ class Saving:
         elif is_last and self._own_folder.saves:
             # A run resumes from the previous save. It must be on the disk.
             self._refuse_to_end_unsaved()
+        if is_last and (save is None or not save.can_be_resumed):
             self._tell_what_is_saved(trainer)
         self._following.is_new = False
         if stops:
@@ -371,15 +376,18 @@ class Saving:
             )
 
     def _tell_what_is_saved(self, trainer: Trainer) -> None:
-        """Say from where a script's run resumes that has stopped where it cannot be saved. A
-        command says so itself.
+        """Say from where a script's run resumes that has stopped where no run can resume. A command
+        says so itself.
         """
-        if self._own_folder.is_managed_by_caller:
+        if self._own_folder.is_managed_by_caller or not self._own_folder.saves:
             return
-        saved = "nothing was saved since the start"
         if self.saved_step is not None:
             saved = f"last.ckpt holds step {self.saved_step}, and a resume repeats the steps since"
-        say(f"the run stops at step {trainer.global_step}, where it cannot be saved: {saved}.")
+        elif self._own_folder.files.last.exists():
+            saved = "last.ckpt is still the one that this start has found"
+        else:
+            saved = "there is no last.ckpt yet"
+        say(f"the run stops at step {trainer.global_step}, from which it cannot resume: {saved}.")
 
     def _settle(self, trainer: Trainer, save: PlannedSave) -> None:
         """Wait until the last save of a run is on the disk. One that has failed is tried once more.
@@ -405,7 +413,7 @@ class Saving:
         try:
             files.wait()
             mine = files.trouble.reason
-        except UserError as error:
+        except (UserError, NotPlain) as error:
             mine = str(error)
         return next((each for each in gather_from_ranks(mine, self._agreement.group) if each), None)
 

@@ -1,4 +1,6 @@
-"""Which samples are in which batch of which rank: a function of seed, epoch and batch alone."""
+"""Which samples are in which batch of which rank: a function of seed, epoch, pass, what the sampler
+held as the pass began, and how the order is cut.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -45,7 +47,8 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
     because a step may gather them: where the rest cannot be shared evenly, the first samples of the
     order come once more, W - 1 at most, as PyTorch's DistributedSampler has it.
 
-    Evaluation: every sample comes once. One rank has the batches of the loader that was given. On
+    Evaluation: every sample comes once (with ``drop_last``, those of one rank's smaller last batch
+    do not come). One rank has the batches of the loader that was given. On
     several ranks global batches differ by at most one sample: all ranks have equally many, so that
     none waits for one that has finished.
 
@@ -334,7 +337,8 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
 
     def _is_trainings_pass(self) -> bool:
         """Whether the pass that begins is the Trainer's, and not one by which the user's code looks
-        at some batches inside an epoch.
+        at some batches inside an epoch. Where no Trainer counts batches, and where a loader begins
+        again beside a longer one, each pass is.
         """
         if self.batches_now is None or self.cycles or self._epoch_of_states != self.start.epoch:
             return True
@@ -352,7 +356,8 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
             return torch.randperm(samples, generator=generator)
         order = self._drawn(source, samples, epoch_seed)
         if not order and samples and self.stateful is not None:
-            # The state was that of an ended pass, which gives nothing more.
+            # The state was that of an ended pass, which gives nothing more (torchdata's samplers).
+            # The next pass begins at the start, in a resumed run as in one that was not stopped.
             order = self._drawn(source, samples, epoch_seed)
         is_numbers = bool(order) and isinstance(order[0], int)
         return torch.tensor(order) if is_numbers else order
@@ -361,6 +366,7 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         """What a sampler gives, at most so many, the same on every rank. There are samplers that
         never end.
         """
+        # Only the CPU's generators are seeded.
         with isolate_rng(include_cuda=False):
             seed_generators(epoch_seed)
             for sampler in samplers_within(source):
@@ -377,7 +383,8 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
         return order
 
     def _epoch_seed(self) -> int:
-        # The epochs of two seeds lie far apart.
+        # The epochs of two seeds lie far apart. To change these numbers would change the order of
+        # runs that are resumed. ``hash`` of whole numbers is the same in every Python.
         seed = self.seeds.order * 1_000_003 + self.start.epoch
         if self.batches_before:
             # A further pass of the same epoch has another order.

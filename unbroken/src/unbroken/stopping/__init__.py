@@ -20,15 +20,15 @@ place in the queue. Lightning's own handlers of SIGTERM and of SLURM's signal ar
    that cannot start inside an epoch, which a line tells before training, that file stays the one
    that an epoch's end has written last (of short epochs with a large state not each one is saved),
    and a line tells its step; in the first epoch there is none.
-4. ``Ending.stop`` (checkpoint/ending.py) raises an exception on every rank. Nobody needs to catch
-   it: it is a SystemExit with the exit code.
+4. ``Ending.stop`` (checkpoint/ending.py) raises on every rank. Nobody needs to catch that: it is a
+   SystemExit with the exit code.
 
    - Ctrl-C: :class:`unbroken.stopping.signals.Stopped`, 130.
    - SIGTERM, SIGHUP: :class:`agreement.Terminated`, 143. It is a Stopped and Lightning's
      SIGTERMException, so code that catches either one works.
    - SLURM's signal: the job is queued again, then the same as at SIGTERM.
-   - If a script's own handler has raised an exception, that one is raised instead.
-   - If the disk has not taken the last save, NotSaved is raised before any of these: 1.
+   - On a rank whose script's own handler has raised an exception, that one is raised instead.
+   - If the disk has not taken the last save, the save has raised NotSaved before: 1.
 
 5. Lightning tears down, and the ranks of a script end in any order. Lightning's observer thread
    would kill rank zero where another rank has ended with an error, so it is made to forget them
@@ -37,9 +37,9 @@ place in the queue. Lightning's own handlers of SIGTERM and of SLURM's signal ar
    its ranks end with.
 
 Inside a validation or a test the ranks agree after each batch, where all of them are known to have
-equally many; elsewhere the stop waits for its end. What is cut is given up: the state at the
-validation's start is saved, unless the validation has changed weights (checkpoint/validation.py),
-and a resumed run begins it again.
+equally many; elsewhere the stop waits for its end. What is cut is given up. Of a validation, the
+state at its start is saved, unless it has changed weights (checkpoint/validation.py), and a resumed
+run begins it again. Before a test everything is saved already.
 
 What a second signal does, by when it comes (the first and the second may each be any stop signal;
 signals.py has the phases):
@@ -47,30 +47,41 @@ signals.py has the phases):
 | it comes | a command of one rank | a command of several ranks | a script |
 | --- | --- | --- | --- |
 | in the imports (IMPORTS) | the first has ended it | the same | - |
-| in the start (STARTS) | is ignored: the first is ending it | the same | the same (see below) |
-| in training or test (RUNS) | is ignored | is ignored | is ignored |
+| in the start (STARTS) | is ignored: the first is ending it | the same | the same |
+| in a step, a save, a validation, a test (RUNS) | is ignored | is ignored | is ignored |
 | in the report, or its mirror's wait | what is left is given up (SAVED) | is ignored (RUNS) | - |
+| in a script's teardown: disk, then mirror (RUNS) | - | - | is ignored |
 | when all is done (ENDS) | ends it at once | ends that rank at once | is the script's |
+
+RUNS begins with ``Hooks.on_train_start`` (checkpoint/hooks.py), or with a validation or test. In a
+command it lasts until unbroken/run/main_job.py calls ``raise_from_now_on`` or ``command_is_done``
+(signals.py); in a script, until its handlers are given back (below). A script that is stopped waits
+for its mirror for what is left of 8 s; one whose training is complete waits in ``teardown``, for as
+long as something arrives in the store, and a first signal then leaves it 8 s.
 
 "Ignored" is: it shortens nothing, and what hangs still hangs. SIGQUIT (Ctrl and backslash on the
 keyboard) or SIGKILL end such a run, and nothing is saved then. (torchrun sends SIGKILL itself, 30 s
 after it was asked to stop; ``--shutdown-timeout`` makes it more.) The handlers that a script has
-set itself are called all the same, and what the last of them raises ends the run in the place of
-``Stopped``. In the start the first signal ends nothing if it is SLURM's, or where the user's code
-swallows ``Stopped``, as a bare ``except`` does: then the run stops at its first step (a command is
-ended after 1.5 s where that has not begun). In imports and start a rank that rank zero has started
-passes each signal on to it. A run that is done and whose report is given up lacks its summary, too.
+set itself are called all the same, in every phase, and what the last of them raises ends the run in
+the place of ``Stopped``. In the start the first signal ends nothing if it is SLURM's, or where the
+user's code swallows ``Stopped``, as a bare ``except`` does: then the run stops at its first step (a
+command is ended after 1.5 s where that has not begun). In imports and start a rank that rank zero
+has started passes each signal on to it. A run that is done and whose report is given up lacks its
+summary, too.
 
-A script has its handlers back in ``Hooks.on_exception``: at an error, and at a stop behind its save
-and up to 8 s of its mirror, in the start at once. Else it has them back in the callback's
-``teardown``. A signal after that is not ours: Ctrl-C then raises KeyboardInterrupt, even while
-``Stopped`` is on its way, and SIGTERM ends the process. Before the callback's ``setup``, and in
-``Trainer.predict``, a signal is not ours either, and in the start of a script no thread ends what
-hangs. All this holds for each rank of a script.
+A script has its handlers back in ``Hooks.on_exception``. At a stop that is after the save, and
+after up to 8 s for the mirror; in the start, and at an error, it is at once, but for a save that is
+under way. Where nothing is raised, it has them back in the callback's ``teardown``. A signal after
+that is not ours: Ctrl-C then raises KeyboardInterrupt, even while ``Stopped`` is on its way, and
+SIGTERM ends the process. Before the callback's ``setup``, and in ``Trainer.predict``, a signal is
+not ours either, and in the start of a script no thread ends what hangs. All this holds for each
+rank of a script.
 
-A *first* signal that comes late: while a command of one rank writes its report, the command gives
-up the rest and ends with 130 or 143. With several ranks, and between the last batch of the test and
-the report, nothing is left to stop: the command ends with 0, although it has told "saving, then
-stopping", and waits for its mirror for 8 s at most. In a script the training is complete
-and saved by then, and ``teardown`` raises ``Stopped`` (``Ending.stop_if_asked_late``).
+A *first* signal that comes late (for a second one the table holds): while a command of one rank
+writes its report, the command gives up the rest and ends with 130 or 143. With several ranks, and
+between the last batch of the test and the report, nothing is left to stop: the command ends with 0,
+although it has told "saving, then stopping", and waits for its mirror for 8 s at most. In a script
+the training is complete and saved by then, and ``teardown`` raises ``Stopped``
+(``Ending.stop_if_asked_late``). At SLURM's signal the job is queued again then, too, because the
+rest of the script has not run.
 """

@@ -7,13 +7,13 @@ It depends on the phase in which the process is (:class:`Phase`):
 | IMPORTS | :func:`install`: a command starts | ends the process at once | (it has ended) |
 | STARTS | :func:`imports_are_done`; in a script the callback's setup | raises Stopped | nothing |
 | RUNS | :func:`note_from_now_on`: training, or a validation or test, begins | is noted | nothing |
-| SAVED | :func:`raise_from_now_on`: one rank has a report to write | raises Stopped | the same |
+| SAVED | :func:`raise_from_now_on`: a report is written (one rank) | raises Stopped | the same |
 | ENDS | :func:`command_is_done` | ends the process at once | the same |
 
 What follows when a signal was noted, and what a second Ctrl-C does in commands and scripts, stands
-in stopping/__init__.py. The sanity check comes before training begins: it belongs to STARTS. A rank
-that another one has started does nothing in IMPORTS and STARTS but tell rank zero, as long as that
-one lives.
+in stopping/__init__.py. The sanity check comes before training begins: it belongs to STARTS. In
+IMPORTS and STARTS a rank that another one has started only tells rank zero, which ends it, as long
+as that one lives; 3 s later it ends itself, if it is a command's.
 
 ``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase
 from the Trainer's setup on: the run stops before its next batch, and its job is queued again.
@@ -28,17 +28,18 @@ start is not over 1.5 s after the signal, whatever it does then, such as to wait
 (:func:`watch`); a rank that another one has started has twice as long. Before rank zero ends
 itself, it kills the ranks that it has started, since they would fail without it.
 
-The first signal of a process says how it ends (in ENDS the newest); of the first ones of several
-ranks, the largest request (agreement.py). A script's own handlers are called at every signal. In
+The first signal of a process says how it ends (in ENDS the newest). With several ranks the first
+signal of each counts, and of these SLURM's before SIGTERM before Ctrl-C (agreement.py). A script's
+own handlers are called at every signal, in every phase. In
 RUNS the last exception that they raise ends the run instead of ``Stopped``, when the step is saved;
 at other times it is raised at once.
 
 A command with one rank is SAVED when its test is done, or when Lightning has ended a run that was
 stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up report and summary. The
-mirror has what is left of 8 s since the first signal; none where a run was stopped before its end
-and a second signal cuts its report. With several ranks it stays in RUNS although training is over:
-torchrun signals the others as soon as one has ended, and rank zero must not give up its report for
-that.
+mirror then gets what is left of 8 s since the first signal, but no time at all where the run had
+been stopped before its end and a second signal cuts its report. With several ranks it stays in RUNS
+although training is over: torchrun signals the others as soon as one has ended, and rank zero must
+not give up its report for that.
 
 This file imports neither torch nor Lightning: a command sets its signals up before it imports them.
 """

@@ -39,8 +39,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     or new.
 
     Lightning's own renames from the temporary folder, does not flush, and swallows a
-    PermissionError (issue 21800). The first file is read back before it takes its place, so that a
-    run that cannot be gone on with ends at its first save and not when it is needed.
+    PermissionError (issue 21800). The first file is read back before it takes its place (unless
+    there is no memory for that), so that a run that could not be resumed ends at its first save,
+    and not when it is needed.
     """
 
     def __init__(self) -> None:
@@ -168,6 +169,7 @@ def prove_it_can_be_read(written: Path, path: Path) -> None:
         # It says something about the disk at this moment, and nothing about the file.
         raise
     except Exception as error:
+        # torch: "can't allocate memory"; the system: "Cannot allocate memory".
         if isinstance(error, MemoryError) or "t allocate memory" in str(error):
             # There is no room for a second copy. That says nothing about the file.
             return

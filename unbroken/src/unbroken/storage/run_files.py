@@ -17,12 +17,15 @@ What may come between, and what follows (checkpoint/saving.py says when a run is
 - The disk takes a best, and not its copy as last. A line says so, and the next save tries again.
 - The disk does not take the last save of a run, even at a second try. The run ends with NotSaved; a
   resume starts from the last before. (Where a run stops inside an epoch in which its loader cannot
-  start, nothing is saved then. If the save before has failed, it is not tried again, and the run
-  ends with NotSaved.)
+  start, only a new best is saved then. If there is none and the save before has failed, that one is
+  not tried again, and the run ends with NotSaved.)
 - No file can hold the state. The run ends with one line, on all ranks; the files stay the ones
   before.
-- The thread that writes has an error of another kind, or the first file cannot be read back. Rank
-  zero raises it before its next batch or save or at the end, and the other ranks end with it.
+- The first file cannot be read back. The run ends with one line: at once where training writes the
+  file; where the thread writes it, before rank zero's next batch, or at the next save on all ranks.
+  Behind the last step the save is tried once more, and NotSaved may follow.
+- The thread that writes has an error of another kind. Rank zero raises it before its next batch or
+  save, or at the end. The other ranks' next exchange with it fails, and ends them.
 - There is no memory to copy a large state. Training waits for the disk.
 - The training itself raises an error. A save that is under way is written to its end, and nothing
   more is saved: a resume repeats the steps since.
@@ -87,15 +90,13 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         self.best = folder / "best.ckpt"
         self.last = folder / "last.ckpt"
-        self.trouble = Trouble("nothing is saved", "the run is saved again")
+        self.trouble = Trouble("saves fail", "the run is saved again")
         # Writes where the Trainer's CheckpointIO is no AtomicCheckpointIO.
         self._own_io = AtomicCheckpointIO()
         self._thread = WritingThread()
         self._staging = Staging()
         # A best that the disk did not take. None: the disk has the newest best.
         self._waiting_best: dict[str, Any] | None = None
-        # Whether a save of this start is on the disk.
-        self._has_saved = False
         self.costs = Costs()
 
     @property
@@ -150,8 +151,8 @@ class RunFiles:
         it did not take waits in memory, and is written before the next save.
 
         Args:
-            trainer: Its CheckpointIO is replaced while Lightning makes the checkpoint. One of the
-                user's class writes neither file.
+            trainer: Its CheckpointIO is replaced while Lightning makes the checkpoint. A
+                CheckpointIO of the user's own class writes neither file.
             target: The file that is written.
             copied_to: A second file with the same bytes. None: there is none.
             group: The ranks' group in CPU memory.
@@ -188,15 +189,14 @@ class RunFiles:
             waited = time.perf_counter() - begun
             self.costs.wait_seconds += waited
             if self.trouble.reason is None:
-                # A save that has failed says nothing of what one costs. Of one that the thread
-                # writes that is not known yet: the one before counts.
+                # A save that has failed says nothing of what one costs. Whether one that the thread
+                # writes fails is not known yet: ``trouble`` is still that of the save before.
                 self.costs.seconds_before = before
                 self.costs.last_wait_seconds = waited
         failures = [reason for reason in gather_from_ranks(failure, group) if reason]
         if failures:
             reason = failures[0].rstrip(".")
-            saved = "what it has saved before is whole" if self._has_saved else "nothing was saved"
-            raise UserError(f"{reason}. The run has stopped; {saved}.")
+            raise UserError(f"{reason}. The run has stopped; what its folder holds is whole.")
 
     def _wait_for_previous_save(self) -> str | None:
         """Wait for the previous save, because it has memory for a whole state. Returns why it has
@@ -292,7 +292,6 @@ class RunFiles:
             self.trouble.note(str(error))
         else:
             self.trouble.end()
-            self._has_saved = True
             job.when_saved()
 
     def _write_waiting_best(self, job: WriteJob) -> None:
@@ -307,9 +306,10 @@ class RunFiles:
         """Tell of the trouble, and keep a best in memory of its own, as long as there is some."""
         self.trouble.note(str(error))
         if job.target == self.best:
-            # The next save takes other memory.
+            # A copy gets memory of its own, and the next save takes other memory.
             self.let_go()
             self._waiting_best = checkpoint if is_copy else self._staged(checkpoint, ())
+            self._staging.wait()
             self.let_go()
             if self._waiting_best is None:
                 say(f"there is no memory to keep the new best: {self.best} stays an older one.")

@@ -11,7 +11,7 @@ class Trouble:
     """Whether something cannot be written at the moment, and why.
 
     Args:
-        begins: What a line says as it begins, such as ``nothing is saved``.
+        begins: What a line says as it begins, such as ``saves fail``.
         ends: What a line says as it ends, such as ``the run is saved again``.
 
     Attributes:
