@@ -1583,6 +1583,34 @@ def test_generators_that_a_dataset_gets_later_are_seeded_for_each_batch(
         assert is_same(batches(0, training=False), batches(0, training=False))
 
 
+made_late: Any = None
+
+
+class MakesAGlobalGenerator(Numbers):
+    """Makes a generator in a global variable when it is asked for its first sample."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        global made_late
+        if made_late is None:
+            made_late = np.random.default_rng(0)
+        return super().__getitem__(index) + made_late.uniform()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_generators_that_a_first_batch_puts_into_a_global_variable_are_seeded_for_each_batch(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def batches(first: int) -> list[Tensor]:
+        # A new process has none yet.
+        monkeypatch.setattr(sys.modules[__name__], "made_late", None)
+        loader = DataLoader(MakesAGlobalGenerator(16), 4, num_workers=workers)
+        found = exact_form(loader, True, seed=3)
+        position_of(found).start_at(DataStart(1, batches=first))
+        return list(found)
+
+    assert is_same(batches(2), batches(0)[2:])
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_generators_that_a_stream_holds_are_seeded_for_each_epoch(workers: int) -> None:
     loading = RunLoaders(seed=0)

@@ -34,8 +34,8 @@ class Ending:
         return vars(self) | {"_signals": signals.ScriptSignals()}
 
     def take_over_signals(self, trainer: Trainer) -> None:
-        """Let our own handler get the signals: before training begins it raises Stopped, and then
-        it only notes them.
+        """Let our own handler get the signals: before training begins it raises Stopped (but at
+        SLURM's signal), and then it only notes them.
         """
         lightning_internals.leave_signals_alone(trainer)
         if self._requeue_signal is None:
@@ -44,13 +44,13 @@ class Ending:
         self._signals.begin(self._requeue_signal)
 
     def give_signals_back(self, trainer: Trainer) -> None:
-        """Let the script and Lightning handle signals again."""
+        """Let the script and Lightning handle signals again. A command keeps its own handlers."""
         lightning_internals.let_lightning_handle_signals(trainer)
         self._signals.end()
 
     def stop_if_asked_late(self, trainer: Trainer) -> None:
-        """Stop a script whose signal came after the last step at which the ranks agree. Everything
-        is saved already. A command sees to it itself.
+        """Stop a script whose signal came after the ranks have agreed for the last time, as
+        training ends. Everything is saved already. A command sees to it itself.
         """
         if self._signals.has_replaced_handlers and signals.state.requested:
             self.stop(trainer, signals.state.requested)

@@ -127,8 +127,9 @@ class KeptParts:
         ]
 
     def fit_starts(self, trainer: Trainer, module: LightningModule) -> None:
-        """Note what this start has made, before a checkpoint's optimizers and parts come. The
-        weights of a resumed run are loaded already (but FSDP and DeepSpeed load them after this).
+        """Note what this start has made, before a checkpoint's optimizers and parts come (but for
+        what loaders need of the user's objects, which is given back early). The weights of a
+        resumed run are loaded already (but FSDP and DeepSpeed load them after this).
         """
         self.hyperparameters.begin(trainer)
         self.settings.fit_starts(trainer)
@@ -159,7 +160,7 @@ class KeptParts:
         the same random numbers, and reads the same batches, as if it had not been asked.
 
         Random numbers that are drawn are put back. Lightning asks no loader for its state: some
-        begin an iteration as they are asked, and the engine keeps the states of its own.
+        begin an iteration as they are asked, and this library keeps the states of loaders itself.
         """
         device = trainer.strategy.root_device
         before = random_state(device)

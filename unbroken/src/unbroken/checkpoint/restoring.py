@@ -15,12 +15,13 @@ d. The checkpoint was saved after Lightning had called the samplers' ``set_epoch
    may draw. Lightning calls it again now. So generators and samplers are given back a second time
    (:meth:`Restoring.give_generators_again`): if the run resumes inside an epoch, when that epoch's
    loop begins, before a batch is asked for; if it resumes between epochs, in front of the user's
-   ``on_train_epoch_start``. After the first batch nothing is left to give back
-   (:meth:`Restoring.batch_ends`).
+   ``on_train_epoch_start``. After the first batch (:meth:`Restoring.batch_ends`) only the number
+   of validated batches is left to give back (:meth:`Restoring.validation_starts`).
 
-A run that is killed inside an epoch and resumed ends with the same bits as one that is not. In
-short: a save lies between two batches; the batches behind it are read again, and are the same; and
-all that the batches before it have changed is given back. The conditions stand at the end.
+A run that was saved, is killed inside an epoch and resumed ends with the same bits as one that is
+not. In short: a save lies between two batches; the batches behind it are read again, and are the
+same; and all that the batches before it have changed is given back. The conditions stand at the
+end.
 
 Step by step, where batches 0 to k - 1 of the epoch were done at the save:
 
@@ -59,7 +60,8 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
    drawn as the pass begins; what changes in a sampler later counts from the next pass. The first k
    batches of the order are left out.
 5. What is drawn while batch k is loaded is the same: for that, all generators, those that the data
-   set and the collate function hold among them, are seeded by (seed, rank, epoch, k). Afterwards
+   set and the collate function hold among them, are seeded by (seed, rank, epoch, k), also those
+   that a process's first batch of an epoch has made: it is fetched again then. Afterwards
    the global ones, and those in global variables, are what they were before, for the training may
    draw from them, too; those that the data set or the collate function holds stay where the batch
    left them, and are seeded for the next one (loading/fetch.py). That a sample depends on nothing
@@ -104,13 +106,14 @@ The conditions:
 - The operations give the same bits when they are computed again, also as the first ones of a
   process (where ``torch.compile`` may choose others for shapes that change). On a GPU that needs
   ``--deterministic true``.
-- The machine, the versions of torch and CUDA, the number of threads and of ranks are the same, and
-  a process uses one device.
+- The machine, the versions of Python and of packages, the number of threads and of ranks are the
+  same, and a process uses one device.
 - The script that is started again makes the same objects, but for what a checkpoint holds: what is
   drawn for them is seeded.
 - Samples and batches are functions of their keys, the epoch, and the random numbers drawn for them,
-  and the same functions in every process. A data set that gathers whole batches draws from Python's
-  and NumPy's generators for each batch or for none.
+  and the same functions in every process. They make their generators by the first batch that a
+  process fetches in an epoch. A data set that gathers whole batches draws from other generators
+  than torch's for each batch or for none.
 - The order of a sampler of one's own follows from torch's, NumPy's or Python's global generators,
   from generators in its attributes, from ``set_epoch`` or from its ``state_dict``.
 - Whatever a result depends on, and training changes, is "kept" by the table in step 6, and in the
@@ -233,7 +236,9 @@ class Restoring:
 
     @property
     def is_before_first_batch(self) -> bool:
-        """Whether this run is a resumed one that has done no batch yet."""
+        """Whether this run is resumed, from a checkpoint that this library has saved, and has done
+        no batch yet.
+        """
         return self._resume is not None
 
     # a. The checkpoint is read
@@ -288,7 +293,7 @@ class Restoring:
         objects.give_back_early(trainer, resume.mine(trainer).get(objects.name, {}))
         self._take_seeds_of(resume)
         # A run that had stopped early stays so, unless a setting was changed. But a validation that
-        # it was killed in comes first.
+        # it was stopped in comes first.
         trainer.should_stop = resume.should_stop and resume.place != "validation"
         if trainer.strategy.restore_checkpoint_after_setup:
             # on_fit_start was called before.
@@ -575,11 +580,15 @@ class Restoring:
 
     @property
     def came_only_for_a_validation(self) -> bool:
-        """Whether the run went on only for a validation, and has none to do any more."""
+        """Whether the run went on only for a validation that is not over. Before a batch that
+        means: none has come.
+        """
         return self._kept.settings.steps_more > 0
 
     def batch_ends(self) -> None:
-        """The first batch is done: nothing is left to give back."""
+        """The first batch is done: nothing is left to give back but the count of validated batches
+        (:meth:`validation_starts`).
+        """
         self._resume = None
 
     def epoch_ends(self, trainer: Trainer) -> None:

@@ -13,7 +13,8 @@ A run is saved
   may lose several short epochs of a large state. Before Lightning's extra epoch that updates batch
   norms for averaged weights, only a new best is saved;
 - inside a validation, where the run is asked to stop: the state is that of the validation's start
-  (nothing is saved if the validation has changed weights);
+  (nothing is saved if the validation has changed weights, or with loaders that cannot start inside
+  an epoch);
 - after training (:meth:`Saving.training_ends`), also where ``max_steps`` or ``max_time`` has cut an
   epoch: that checkpoint has the place inside it, too (cut_epoch.py).
 
@@ -47,8 +48,9 @@ hooks.py calls these methods. In the order in which it happens:
    before). What may fail, and what follows, stands at the head of run_files.py.
 4. A file is written beside its target, flushed to the disk, and renamed; then its folder is flushed
    (:func:`unbroken.storage.files.written_atomically`). On any error the file beside it is removed;
-   the system's errors, such as a full disk, are NotWritten. Then :meth:`Saving._note_saved` sets
-   ``saved_step`` and hands the files to the mirror, in the thread that has written them.
+   the system's errors, such as a full disk, are NotWritten. When all files of a save are there,
+   :meth:`Saving._note_saved` sets ``saved_step`` (if last.ckpt is one of them) and hands them to
+   the mirror, in the thread that has written them.
 
 A ModelCheckpoint of the user's saves as ever, beside these two files.
 """
@@ -151,7 +153,8 @@ class Saving:
         self._began = time.monotonic()
         self._last_save = self._began
         # Saves may be due at the multiples of a number of optimizer steps. This is the step of the
-        # last call of ``save_and_maybe_stop``, whether that has saved anything or not.
+        # last call of ``save_and_maybe_stop``, whether that has saved anything or not; at first, of
+        # the training's start.
         self._step_of_last_save = 0
 
     def training_starts(self, trainer: Trainer) -> None:
@@ -243,12 +246,13 @@ class Saving:
     def save_and_maybe_stop(
         self, trainer: Trainer, snapshot: Snapshot | None, is_end: bool = False
     ) -> None:
-        """Save a snapshot, unless there is none. Then raise Stopped if the ranks have agreed to
-        stop. Before a run ends (``is_end``) or stops, its newest save is on the disk: this one, or
-        the one before where nothing is saved now, which may be some epochs old.
+        """Save a snapshot, if there is one from which a run can resume, or which is a new best.
+        Then end the run by ``Ending.stop`` if the ranks have agreed to stop. Before a run ends
+        (``is_end``) or stops, its newest save is on the disk: this one, or the one before where
+        nothing is saved now, which may be some epochs old.
 
         Raises:
-            Stopped: The ranks have agreed to.
+            Stopped: The ranks have agreed to (or what a script's own handler has raised).
             NotSaved: The disk has not taken the last save of the run: that of now even at a second
                 try, or the one before where nothing is saved now.
         """
@@ -365,7 +369,9 @@ class Saving:
             self._own_folder.mirror.take(step)
 
     def _tell_of_a_slow_end(self) -> None:
-        """Say so where the run cannot end in the time that a stop takes, because of the disk."""
+        """Say so, before the save of a stop, where the last save's time tells that the run cannot
+        end in the time that a stop takes.
+        """
         files = self._own_folder.files
         seconds = files.seconds_to_save()
         if seconds > STOP_S:

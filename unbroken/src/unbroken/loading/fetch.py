@@ -32,16 +32,17 @@ from unbroken.tensors.same_values import is_same
 
 @dataclass
 class Fetch:
-    """Fetches and collates batches of a map-style dataset.
+    """Fetches batches of a map-style dataset, and collates them (but those of a ``gather``).
 
     All generators are seeded first: in training from (seed, rank, epoch, batch), so that any number
     of workers, and a resumed run, get the same batch; in an evaluation from (seed, sample), however
-    the set is cut into batches.
+    the set is cut into batches (but what the collate function draws depends on the batch).
 
     The dataset's ``gather(indices: int64 tensor)``, ``__getitems__(list)`` or ``__getitem__`` is
-    used, the first that it has. Torch's generator is seeded for each batch of a ``gather``, also in
-    an evaluation. To seed Python's and NumPy's takes longer than such a batch: they are seeded
-    where an epoch's first batch in a process has drawn from them.
+    used, the first that it has; for a single key ``__getitem__``. Torch's generator is seeded for
+    each batch of a ``gather``, also in an evaluation. To seed the others takes longer than such a
+    batch: they are seeded for an epoch's first batch in a process, and for the further ones once
+    such a batch has drawn from any of them, or where the dataset or the collate function holds one.
 
     Generators that the dataset or the collate function holds, and those in global variables of the
     user's modules, are seeded in the same way. Each process looks for them at an epoch's first
@@ -59,7 +60,8 @@ class Fetch:
     # Whether a request holds a batch's keys; else it holds one key.
     batched: bool
     # Whether the dataset was seen to draw random numbers as it gave several samples at once (of a
-    # ``gather``: from other generators than torch's); None: not asked in this epoch.
+    # ``gather``: from other generators than torch's), or holds a generator. False: this epoch's
+    # first batch has drawn none; None: not known.
     draws: bool | None = field(default=None, init=False)
     own_generators: dict[str, Any] = field(default_factory=dict, init=False)
     global_generators: dict[str, Any] = field(default_factory=dict, init=False)
@@ -79,9 +81,9 @@ class Fetch:
             # An augmentation may begin with a later epoch.
             self.draws = None
         batch = self._fetched(request)
-        known = self.own_generators
+        known = self.global_generators | self.own_generators
         self._look_for_generators()
-        for path, generator in self.own_generators.items():
+        for path, generator in (self.global_generators | self.own_generators).items():
             if generator is not known.get(path):
                 return self._fetched(request)
         return batch

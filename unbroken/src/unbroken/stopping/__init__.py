@@ -38,36 +38,38 @@ place in the queue. Lightning's own handlers of SIGTERM and of SLURM's signal ar
 
 Inside a validation or a test the ranks agree after each batch, where all of them are known to have
 equally many; elsewhere the stop waits for its end. What is cut is given up. Of a validation, the
-state at its start is saved, unless it has changed weights (checkpoint/validation.py), and a resumed
-run begins it again. Before a test everything is saved already.
+state at its start is saved, unless it has changed weights (checkpoint/validation.py) or a loader
+cannot start inside an epoch, and a resumed run begins it again. Before a test everything is saved
+already.
 
 What a second signal does, by when it comes (the first and the second may each be any stop signal;
 signals.py has the phases):
 
 | it comes | a command of one rank | a command of several ranks | a script |
 | --- | --- | --- | --- |
-| in the imports (IMPORTS) | the first has ended it | the same | - |
+| in the imports (IMPORTS) | the first has ended it | the same (see below) | - |
 | in the start (STARTS) | is ignored: the first is ending it | the same | the same |
 | in a step, a save, a validation, a test (RUNS) | is ignored | is ignored | is ignored |
 | in the report, or its mirror's wait | what is left is given up (SAVED) | is ignored (RUNS) | - |
-| in a script's teardown: disk, then mirror (RUNS) | - | - | is ignored |
+| while a script waits for disk and mirror (RUNS) | - | - | is ignored |
 | when all is done (ENDS) | ends it at once | ends that rank at once | is the script's |
 
 RUNS begins with ``Hooks.on_train_start`` (checkpoint/hooks.py), or with a validation or test. In a
 command it lasts until unbroken/run/main_job.py calls ``raise_from_now_on`` or ``command_is_done``
 (signals.py); in a script, until its handlers are given back (below). A script that is stopped waits
-for its mirror for what is left of 8 s; one whose training is complete waits in ``teardown``, for as
-long as something arrives in the store, and a first signal then leaves it 8 s.
+for its mirror for what is left of 8 s since this rank's signal; one whose training is complete
+waits in ``teardown``, for as long as something arrives in the store, and a first signal then leaves
+it 8 s.
 
 "Ignored" is: it shortens nothing, and what hangs still hangs. SIGQUIT (Ctrl and backslash on the
-keyboard) or SIGKILL end such a run, and nothing is saved then. (torchrun sends SIGKILL itself, 30 s
-after it was asked to stop; ``--shutdown-timeout`` makes it more.) The handlers that a script has
-set itself are called all the same, in every phase, and what the last of them raises ends the run in
-the place of ``Stopped``. In the start the first signal ends nothing if it is SLURM's, or where the
-user's code swallows ``Stopped``, as a bare ``except`` does: then the run stops at its first step (a
-command is ended after 1.5 s where that has not begun). In imports and start a rank that rank zero
-has started passes each signal on to it. A run that is done and whose report is given up lacks its
-summary, too.
+keyboard) or SIGKILL end such a run, and nothing more is saved then. (torchrun sends SIGKILL itself,
+30 s after it was asked to stop; ``--shutdown-timeout`` makes it more.) The handlers that a script
+has set itself are called all the same, in every phase. What the last of them raises in RUNS ends
+the run in the place of ``Stopped``; in the start it is raised at once, also at a second signal. In
+the start the first signal ends nothing if it is SLURM's, or where the user's code swallows
+``Stopped``, as a bare ``except`` does: then the run stops at its first step (a command is ended
+after 1.5 s where training has not begun). In imports and start a rank that rank zero has started
+passes each signal on to it. A run that is done and whose report is given up lacks its summary, too.
 
 A script has its handlers back in ``Hooks.on_exception``. At a stop that is after the save, and
 after up to 8 s for the mirror; in the start, and at an error, it is at once, but for a save that is
@@ -76,6 +78,9 @@ that is not ours: Ctrl-C then raises KeyboardInterrupt, even while ``Stopped`` i
 SIGTERM ends the process. Before the callback's ``setup``, and in ``Trainer.predict``, a signal is
 not ours either, and in the start of a script no thread ends what hangs. All this holds for each
 rank of a script.
+
+A signal is ours in a script only if ``fit`` runs in the main thread, and if it was not ignored when
+the script started (nohup, a job in the background).
 
 A *first* signal that comes late (for a second one the table holds): while a command of one rank
 writes its report, the command gives up the rest and ends with 130 or 143. With several ranks, and

@@ -30,7 +30,7 @@ itself, it kills the ranks that it has started, since they would fail without it
 
 The first signal of a process says how it ends (in ENDS the newest). With several ranks the first
 signal of each counts, and of these SLURM's before SIGTERM before Ctrl-C (agreement.py). A script's
-own handlers are called at every signal, in every phase. In
+own handlers (not Python's own of Ctrl-C) are called at every signal, in every phase. In
 RUNS the last exception that they raise ends the run instead of ``Stopped``, when the step is saved;
 at other times it is raised at once.
 

@@ -45,7 +45,7 @@ def written_atomically(path: Path) -> Iterator[Path]:
     Raises:
         NotWritten: That failed, and what was there before is whole.
     """
-    # Two commands may write the same file, so each has a name of its own.
+    # Two commands of a machine may write the same file, so each process has a name of its own.
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         yield beside

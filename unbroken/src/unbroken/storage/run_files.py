@@ -17,16 +17,17 @@ What may come between, and what follows (checkpoint/saving.py says when a run is
 - The disk takes a best, and not its copy as last. A line says so, and the next save tries again.
 - The disk does not take the last save of a run, even at a second try. The run ends with NotSaved; a
   resume starts from the last before. (Where a run stops inside an epoch in which its loader cannot
-  start, only a new best is saved then. If there is none and the save before has failed, that one is
-  not tried again, and the run ends with NotSaved.)
+  start, only a new best is saved then; where a validation has changed weights, nothing is. If the
+  save before has failed, that one is not tried again, and the run ends with NotSaved.)
 - No file can hold the state. The run ends with one line, on all ranks; the files stay the ones
   before.
 - The first file cannot be read back. The run ends with one line: at once where training writes the
   file; where the thread writes it, before rank zero's next batch, or at the next save on all ranks.
-  Behind the last step the save is tried once more, and NotSaved may follow.
+  Where the thread has written the last save of a run, that one is tried once more first.
 - The thread that writes has an error of another kind. Rank zero raises it before its next batch or
   save, or at the end. The other ranks' next exchange with it fails, and ends them.
-- There is no memory to copy a large state. Training waits for the disk.
+- There is no memory to copy a large state, or the copy fails otherwise. Training waits for the
+  disk.
 - The training itself raises an error. A save that is under way is written to its end, and nothing
   more is saved: a resume repeats the steps since.
 
@@ -167,7 +168,7 @@ class RunFiles:
 
         Raises:
             UserError: On all ranks, with one line, where the state itself (not the disk) is what
-                cannot be saved.
+                cannot be saved, or where the previous save has failed for such a reason.
         """
         begun = time.perf_counter()
         theirs = trainer.strategy.checkpoint_io
@@ -199,8 +200,9 @@ class RunFiles:
             raise UserError(f"{reason}. The run has stopped; what its folder holds is whole.")
 
     def _wait_for_previous_save(self) -> str | None:
-        """Wait for the previous save, because it has memory for a whole state. Returns why it has
-        failed; None: it has not.
+        """Wait for the previous save, because it has memory for a whole state. Returns why the run
+        cannot go on: no file can hold the state, or the first file cannot be read back. Else None,
+        also where the disk did not take it: :attr:`trouble` says that.
         """
         try:
             self._thread.wait()
