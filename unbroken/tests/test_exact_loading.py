@@ -1596,14 +1596,20 @@ class MakesAGlobalGenerator(Numbers):
         return super().__getitem__(index) + made_late.uniform()
 
 
+class GathersFromAGlobalGenerator(MakesAGlobalGenerator):
+    def gather(self, indices: Tensor) -> Tensor:
+        return torch.stack([self[int(index)] for index in indices])
+
+
+@pytest.mark.parametrize("make", [MakesAGlobalGenerator, GathersFromAGlobalGenerator])
 @pytest.mark.parametrize("workers", [0, 1])
 def test_generators_that_a_first_batch_puts_into_a_global_variable_are_seeded_for_each_batch(
-    workers: int, monkeypatch: pytest.MonkeyPatch
+    make: Any, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def batches(first: int) -> list[Tensor]:
         # A new process has none yet.
         monkeypatch.setattr(sys.modules[__name__], "made_late", None)
-        loader = DataLoader(MakesAGlobalGenerator(16), 4, num_workers=workers)
+        loader = DataLoader(make(16), 4, num_workers=workers)
         found = exact_form(loader, True, seed=3)
         position_of(found).start_at(DataStart(1, batches=first))
         return list(found)

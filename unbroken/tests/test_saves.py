@@ -23,6 +23,7 @@ from unbroken.checkpoint.interval import Interval
 from unbroken.checkpoint.kept import KeptParts
 from unbroken.errors import NotSaved
 from unbroken.storage import checkpoint_files, files, run_files
+from unbroken.storage.checkpoint_files import AtomicCheckpointIO
 from unbroken.storage.files import NotWritten, copy_atomically
 from unbroken.storage.run_files import Costs
 from unbroken.storage.staging import Staging, bytes_in, memory_made_for, memory_of
@@ -510,3 +511,33 @@ def test_a_writer_writes_one_at_a_time_and_tells_an_error_once() -> None:
     with pytest.raises(OSError, match="gone"):
         writer.wait()
     writer.wait()
+
+
+class FullDisk(AtomicCheckpointIO):
+    """Takes a file or not, as ``is_full`` says."""
+
+    is_full = True
+
+    def write(self, checkpoint: dict[str, Any], path: Path) -> None:
+        if self.is_full:
+            raise NotWritten(f"{path} could not be saved: no space.")
+        path.write_bytes(b"whole")
+
+
+def test_a_best_alone_does_not_end_the_trouble_of_a_last_that_is_missing(tmp_path: Path) -> None:
+    of_run = run_files.RunFiles(tmp_path)
+    disk = FullDisk()
+    last = run_files.WriteJob(disk, of_run.last, None, lambda: None)
+    best = run_files.WriteJob(disk, of_run.best, None, lambda: None)
+
+    def save(job: run_files.WriteJob, is_full: bool) -> bool:
+        """Whether there is trouble behind it."""
+        disk.is_full = is_full
+        of_run._to_disk(job, {}, is_copy=True)
+        return of_run.trouble.reason is not None
+
+    assert save(last, is_full=True)
+    assert save(best, is_full=False)
+    assert not save(last, is_full=False)
+    assert save(best, is_full=True)
+    assert not save(best, is_full=False)

@@ -112,8 +112,9 @@ The conditions:
   drawn for them is seeded.
 - Samples and batches are functions of their keys, the epoch, and the random numbers drawn for them,
   and the same functions in every process. They make their generators by the first batch that a
-  process fetches in an epoch. A data set that gathers whole batches draws from other generators
-  than torch's for each batch or for none.
+  process fetches in an epoch, and call no ``spawn`` of one that they keep, which counts its
+  children. A data set that gathers whole batches draws from other generators than torch's of the
+  CPU for each batch or for none.
 - The order of a sampler of one's own follows from torch's, NumPy's or Python's global generators,
   from generators in its attributes, from ``set_epoch`` or from its ``state_dict``.
 - Whatever a result depends on, and training changes, is "kept" by the table in step 6, and in the
@@ -129,8 +130,8 @@ The conditions:
 
 Some of this can be seen from outside, and a line tells it: at the start whether samples, orders and
 streams come again, at a save what the walk finds and cannot keep, at the resume another number of
-threads, another version of this library, other data. The command ``verify`` finds the rest in a run
-of the user's own.
+CPU threads, another version of this library, other data. The command ``verify`` finds the rest in a
+run of the user's own.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ class Restoring:
         self._lines = lines
         # Whether it is settled what this run starts from: its checkpoint was read, or it has none.
         self._start_is_settled = False
-        # None: nothing is left to give back.
+        # None: nothing is left to give back but the number of validated batches.
         self._resume: Resume | None = None
         self._before_hooks: list[BeforeHooks] = []
         self._state_types: StateTypes | None = None

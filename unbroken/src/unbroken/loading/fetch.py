@@ -39,9 +39,9 @@ class Fetch:
     the set is cut into batches (but what the collate function draws depends on the batch).
 
     The dataset's ``gather(indices: int64 tensor)``, ``__getitems__(list)`` or ``__getitem__`` is
-    used, the first that it has; for a single key ``__getitem__``. Torch's generator is seeded for
-    each batch of a ``gather``, also in an evaluation. To seed the others takes longer than such a
-    batch: they are seeded for an epoch's first batch in a process, and for the further ones once
+    used, the first that it has; for a single key ``__getitem__``. Torch's CPU generator is seeded
+    for each batch of a ``gather``, also in an evaluation. To seed the others takes longer than such
+    a batch: they are seeded for an epoch's first batch in a process, and for the further ones once
     such a batch has drawn from any of them, or where the dataset or the collate function holds one.
 
     Generators that the dataset or the collate function holds, and those in global variables of the
@@ -85,6 +85,9 @@ class Fetch:
         self._look_for_generators()
         for path, generator in (self.global_generators | self.own_generators).items():
             if generator is not known.get(path):
+                if not self.draws:
+                    # Whether it draws was asked of those alone that were known.
+                    self.draws = None
                 return self._fetched(request)
         return batch
 

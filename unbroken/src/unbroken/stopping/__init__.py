@@ -65,19 +65,20 @@ it 8 s.
 keyboard) or SIGKILL end such a run, and nothing more is saved then. (torchrun sends SIGKILL itself,
 30 s after it was asked to stop; ``--shutdown-timeout`` makes it more.) The handlers that a script
 has set itself are called all the same, in every phase. What the last of them raises in RUNS ends
-the run in the place of ``Stopped``; in the start it is raised at once, also at a second signal. In
-the start the first signal ends nothing if it is SLURM's, or where the user's code swallows
-``Stopped``, as a bare ``except`` does: then the run stops at its first step (a command is ended
-after 1.5 s where training has not begun). In imports and start a rank that rank zero has started
-passes each signal on to it. A run that is done and whose report is given up lacks its summary, too.
+the run in the place of ``Stopped``, if that is not on its way yet; in the start it is raised at
+once, also at a second signal. In the start the first signal ends nothing if it is SLURM's, or where
+the user's code swallows ``Stopped``, as a bare ``except`` does: then the run stops at its first
+step (a command is ended after 1.5 s where training has not begun). In imports and start a rank that
+rank zero has started passes each signal on to it. A run that is done and whose report is given up
+lacks its summary, too.
 
 A script has its handlers back in ``Hooks.on_exception``. At a stop that is after the save, and
-after up to 8 s for the mirror; in the start, and at an error, it is at once, but for a save that is
-under way. Where nothing is raised, it has them back in the callback's ``teardown``. A signal after
-that is not ours: Ctrl-C then raises KeyboardInterrupt, even while ``Stopped`` is on its way, and
-SIGTERM ends the process. Before the callback's ``setup``, and in ``Trainer.predict``, a signal is
-not ours either, and in the start of a script no thread ends what hangs. All this holds for each
-rank of a script.
+after up to 8 s for the mirror; at an error, after a save that is under way, and up to 8 s for the
+mirror; in the start it is at once. Where nothing is raised, it has them back in the callback's
+``teardown``. A signal after that is not ours: Ctrl-C then raises KeyboardInterrupt, even while
+``Stopped`` is on its way, and SIGTERM ends the process. Before the callback's ``setup``, and in
+``Trainer.predict``, a signal is not ours either, and in the start of a script no thread ends what
+hangs. All this holds for each rank of a script.
 
 A signal is ours in a script only if ``fit`` runs in the main thread, and if it was not ignored when
 the script started (nohup, a job in the background).

@@ -13,7 +13,7 @@ It depends on the phase in which the process is (:class:`Phase`):
 What follows when a signal was noted, and what a second Ctrl-C does in commands and scripts, stands
 in stopping/__init__.py. The sanity check comes before training begins: it belongs to STARTS. In
 IMPORTS and STARTS a rank that another one has started only tells rank zero, which ends it, as long
-as that one lives; 3 s later it ends itself, if it is a command's.
+as that one lives; a command's, behind its imports, ends itself 3 s later.
 
 ``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase
 from the Trainer's setup on: the run stops before its next batch, and its job is queued again.

@@ -1,4 +1,4 @@
-"""How every file of a run is written: whole, or not at all."""
+"""How the files of a run are written: whole, or not at all (a kill may cut an appended row)."""
 
 import contextlib
 import os

@@ -9,7 +9,7 @@ What may come between, and what follows (checkpoint/saving.py says when a run is
   repeats the steps since, and looks for the best anew (restoring.py). Before the first last it
   starts from the best, if a run can resume from that.
 - A bit of a file has flipped. A resume takes the other file, and a line says so (usable.py).
-- The disk takes no last. A line says so, the run goes on, and the next save tries again.
+- The disk takes no last. A line says so, the run goes on, and the next save of a last tries again.
 - The disk takes no best. A line says so; the new best waits in memory and is written at the next
   save, before the last. As long as the disk refuses it, both files stay the ones before. Where
   there is no memory for it, a line says that the best stays an older one, and a resume looks for
@@ -78,6 +78,10 @@ class WriteJob:
     copied_to: Path | None
     when_saved: Callable[[], None]
 
+    def writes(self, file: Path) -> bool:
+        """Whether the file is one of the two."""
+        return file in (self.target, self.copied_to)
+
 
 class RunFiles:
     """The checkpoints in a run's folder.
@@ -98,6 +102,8 @@ class RunFiles:
         self._staging = Staging()
         # A best that the disk did not take. None: the disk has the newest best.
         self._waiting_best: dict[str, Any] | None = None
+        # Whether the disk did not take the newest last.
+        self._lacks_last = False
         self.costs = Costs()
 
     @property
@@ -291,10 +297,18 @@ class RunFiles:
             if job.copied_to is not None:
                 copy_atomically(job.target, job.copied_to)
         except NotWritten as error:
-            self.trouble.note(str(error))
+            self._note_trouble(job, error)
         else:
-            self.trouble.end()
+            if job.writes(self.last):
+                self._lacks_last = False
+            # A best alone does not mend a last that is missing.
+            if not self._lacks_last:
+                self.trouble.end()
             job.when_saved()
+
+    def _note_trouble(self, job: WriteJob, error: NotWritten) -> None:
+        self.trouble.note(str(error))
+        self._lacks_last = self._lacks_last or job.writes(self.last)
 
     def _write_waiting_best(self, job: WriteJob) -> None:
         """Write the best that the disk did not take before, unless a newer one comes now."""
@@ -306,7 +320,7 @@ class RunFiles:
         self, job: WriteJob, checkpoint: dict[str, Any], error: NotWritten, is_copy: bool
     ) -> None:
         """Tell of the trouble, and keep a best in memory of its own, as long as there is some."""
-        self.trouble.note(str(error))
+        self._note_trouble(job, error)
         if job.target == self.best:
             # A copy gets memory of its own, and the next save takes other memory.
             self.let_go()
