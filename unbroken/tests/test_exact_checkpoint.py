@@ -4,7 +4,6 @@ promises.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import random
@@ -15,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -199,10 +198,13 @@ def test_a_training_that_averaged_batch_norms_have_ended_is_started_again(workpl
 
 
 class AsksToStop(Callback):
-    """Sends this process SIGTERM after a step."""
+    """Sends this process SIGTERM after a step. It is agreed on at the end of the next one."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == 30:
+        if trainer.global_step == self.step:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -222,7 +224,7 @@ def test_a_stop_in_a_notebook_is_an_exit_and_leaves_its_signals_as_they_were(
 ) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.raises(Stopped) as stopped:
-        fit("stopped", AsksToStop())
+        fit("stopped", AsksToStop(30))
     assert stopped.value.code == 143
     assert {number: signal.getsignal(number) for number in before} == before
     fit("stopped")
@@ -447,7 +449,7 @@ def test_where_a_checkpoint_is_ahead_it_is_said_what_a_longer_fit_needs(
     is_told: bool,
 ) -> None:
     """A script trains a Trainer twice, and was killed in the second, longer training."""
-    with contextlib.suppress(Stopped):
+    with suppress(Stopped):
         fit("twice", StopsAfter(8), limit_train_batches=6, val_check_interval=2, **before)
     capsys.readouterr()
     fit("twice", limit_train_batches=6, val_check_interval=2, **now)
@@ -468,23 +470,12 @@ class ReadsAStream(Regression):
         return DataLoader(StreamOfRows(), batch_size=2)
 
 
-class StopsAt(Callback):
-    """Asks the run to stop at a step. It is agreed on at the end of the next one."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
-        if trainer.global_step == self.step:
-            signal.raise_signal(signal.SIGTERM)
-
-
 def test_a_stop_from_which_no_run_resumes_says_where_it_resumes(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told(stop: int) -> str:
         with pytest.raises(Stopped):
-            fit("stream", StopsAt(stop), make=ReadsAStream)
+            fit("stream", AsksToStop(stop), make=ReadsAStream)
         (line,) = [
             each for each in "".join(capsys.readouterr()).splitlines() if "the run stops at" in each
         ]

@@ -1586,24 +1586,24 @@ def test_generators_that_a_dataset_gets_later_are_seeded_for_each_batch(
 made_late: Any = None
 
 
+def draw_from_global_generator() -> float:
+    """It is made when it is first drawn from."""
+    global made_late
+    if made_late is None:
+        made_late = np.random.default_rng(0)
+    return float(made_late.uniform())
+
+
 class MakesAGlobalGenerator(Numbers):
-    """Makes a generator in a global variable when it is asked for its first sample."""
-
     def __getitem__(self, index: int) -> Tensor:
-        global made_late
-        if made_late is None:
-            made_late = np.random.default_rng(0)
-        return super().__getitem__(index) + made_late.uniform()
+        return super().__getitem__(index) + draw_from_global_generator()
 
 
-class GathersFromAGlobalGenerator(MakesAGlobalGenerator):
+class GathersFromAGlobalGenerator(Numbers):
     """Draws from no other generator."""
 
     def gather(self, indices: Tensor) -> Tensor:
-        global made_late
-        if made_late is None:
-            made_late = np.random.default_rng(0)
-        return indices + made_late.uniform()
+        return indices + draw_from_global_generator()
 
 
 @pytest.mark.parametrize("make", [MakesAGlobalGenerator, GathersFromAGlobalGenerator])

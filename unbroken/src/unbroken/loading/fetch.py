@@ -60,8 +60,8 @@ class Fetch:
     # Whether a request holds a batch's keys; else it holds one key.
     batched: bool
     # Whether the dataset was seen to draw random numbers as it gave several samples at once (of a
-    # ``gather``: from other generators than torch's), or holds a generator. False: this epoch's
-    # first batch has drawn none; None: not known.
+    # ``gather``: from other generators than torch's of the CPU), or holds a generator. False:
+    # this epoch's first batch has drawn none; None: not known.
     draws: bool | None = field(default=None, init=False)
     own_generators: dict[str, Any] = field(default_factory=dict, init=False)
     global_generators: dict[str, Any] = field(default_factory=dict, init=False)

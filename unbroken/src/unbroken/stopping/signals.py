@@ -30,9 +30,9 @@ itself, it kills the ranks that it has started, since they would fail without it
 
 The first signal of a process says how it ends (in ENDS the newest). With several ranks the first
 signal of each counts, and of these SLURM's before SIGTERM before Ctrl-C (agreement.py). A script's
-own handlers (not Python's own of Ctrl-C) are called at every signal, in every phase. In
-RUNS the last exception that they raise ends the run instead of ``Stopped``, when the step is saved;
-at other times it is raised at once.
+own handlers (not Python's own of Ctrl-C) are called at every signal, in every phase. In RUNS the
+last exception that they raise ends the run instead of ``Stopped``, when the step is saved (one that
+comes when ``Stopped`` is on its way is dropped); at other times it is raised at once.
 
 A command with one rank is SAVED when its test is done, or when Lightning has ended a run that was
 stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up report and summary. The
