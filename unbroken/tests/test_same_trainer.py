@@ -18,6 +18,7 @@ from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -100,6 +101,55 @@ def test_sigterm_saves_calls_the_scripts_handler_and_is_lightnings_exception(
     assert ran == [signal.SIGTERM]
     assert trainer.received_sigterm
     assert checkpoint(keep.last_path)["global_step"] == 3
+
+
+class InterruptsALine:
+    """Sends Ctrl-C at the ``number``-th line that a script's end runs in the files of the callback
+    and its signals: from the callback's ``teardown`` on. Given to ``sys.settrace``.
+    """
+
+    FILES = ("exact_checkpoint.py", "ending.py", "signals.py")
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+        self.is_at_the_end = False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> Any:
+        code = frame.f_code
+        if not code.co_filename.endswith(self.FILES):
+            return None
+        if code.co_name == "teardown":
+            self.is_at_the_end = True
+        if event == "line" and self.is_at_the_end:
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+        return self
+
+
+# With each line of the end: some 90 trainings.
+@pytest.mark.parametrize("step", [12, pytest.param(1, marks=pytest.mark.nightly)])
+def test_no_signal_is_lost_as_a_scripts_training_ends(workplace: Path, step: int) -> None:
+    module = Regression()
+    codes = set()
+    for number in range(1, 1000, step):
+        interrupts = InterruptsALine(number)
+        trainer = trainer_of(ExactCheckpoint(f"r{number}"), limit_train_batches=1)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            sys.settrace(interrupts)
+            trainer.fit(module)
+        except SystemExit as error:
+            codes.add(error.code)
+        else:
+            # It has ended before that line.
+            assert interrupts.left > 0
+            break
+        finally:
+            sys.settrace(None)
+        assert checkpoint(Path(f"r{number}/last.ckpt"))["global_step"] == 1
+    # Ours, and Lightning's for Ctrl-C that the script has again.
+    assert codes == {130, 1}
 
 
 def test_what_a_scripts_handler_raises_ends_the_run_after_the_save(workplace: Path) -> None:

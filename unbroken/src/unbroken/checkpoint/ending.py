@@ -43,20 +43,27 @@ class Ending:
             self._requeue_signal = requeue_signal_of(environment)
         self._signals.begin(self._requeue_signal)
 
-    def give_signals_back(self, trainer: Trainer) -> None:
-        """Let the script and Lightning handle signals again. A command keeps its own handlers."""
+    def give_signals_back(self, trainer: Trainer) -> signals.Asked:
+        """Let the script and Lightning handle signals again; returns what the script was asked
+        until then. A command keeps its own handlers.
+        """
         lightning_internals.let_lightning_handle_signals(trainer)
-        self._signals.end()
+        return self._signals.end()
 
-    def stop_if_asked_late(self, trainer: Trainer) -> None:
+    def stop_if_asked_late(self, trainer: Trainer, asked: signals.Asked) -> None:
         """Stop a script whose signal came after the ranks have agreed for the last time, as
         training ends. Everything is saved already. A command sees to it itself.
         """
-        if self._signals.has_replaced_handlers and signals.state.requested:
-            self.stop(trainer, signals.state.requested)
+        if asked.requested:
+            self.stop(trainer, asked.requested, asked.raised)
 
-    def stop(self, trainer: Trainer, signum: int) -> NoReturn:
-        """End the run as the signal asks. At SLURM's, the job is queued again first."""
+    def stop(
+        self, trainer: Trainer, signum: int, raised_late: BaseException | None = None
+    ) -> NoReturn:
+        """End the run as the signal asks. At SLURM's, the job is queued again first.
+
+        ``raised_late``: what the script's own handler has raised before the script got it back.
+        """
         if signum == self._requeue_signal:
             if trainer.is_global_zero:
                 self._leave_for_requeue(trainer)
@@ -65,9 +72,10 @@ class Ending:
         lightning_internals.release_child_processes()
         if signum == signal.SIGTERM:
             lightning_internals.note_sigterm(trainer)
-        if signals.state.raised is not None:
+        raised = raised_late or signals.state.raised
+        if raised is not None:
             # The script's own handler has said how the run ends.
-            raise signals.state.raised
+            raise raised
         raise Terminated if signum == signal.SIGTERM else signals.Stopped(signum)
 
     def _leave_for_requeue(self, trainer: Trainer) -> None:

@@ -60,6 +60,7 @@ from unbroken.parts.users_callbacks import users_callbacks
 from unbroken.seams import Seams
 from unbroken.stopping.agreement import Agreement
 from unbroken.stopping.ranks import decided_by_rank_zero, take_rank_of_the_trainer
+from unbroken.stopping.signals import Asked
 from unbroken.storage.weights import fill_in_what_was_left_out, make_room_for_buffers
 
 
@@ -304,12 +305,10 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.own_folder.files.wait()
         self.own_folder.finish_mirror(None)
-        try:
-            self.ending.stop_if_asked_late(trainer)
-        finally:
-            self._put_everything_back(trainer)
-            # After an error Lightning has still to end the workers of ours.
-            lightning_internals.exchange_loaders(trainer, users_own)
+        # Here alone: after an error Lightning has still to end the workers of ours.
+        lightning_internals.exchange_loaders(trainer, users_own)
+        asked = self._put_everything_back(trainer)
+        self.ending.stop_if_asked_late(trainer, asked)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -318,7 +317,8 @@ class ExactCheckpoint(callbacks.Checkpoint):
         # given the signals back already; this is the rest.
         self._put_everything_back(trainer)
 
-    def _put_everything_back(self, trainer: Trainer) -> None:
+    def _put_everything_back(self, trainer: Trainer) -> Asked:
+        """The signals last: what the script was asked until it had them back is returned."""
         lightning_internals.call_empty_hooks_again()
         self.engine.restoring.put_back(trainer)
         if self._seams is not None:
@@ -326,9 +326,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
             self._seams = None
             lightning_internals.let_lightning_share(trainer, self.engine.loading.shares.are_ours)
         self.own_folder.release()
-        self.ending.give_signals_back(trainer)
         if self._watches_threads:
             waiting.end()
             self._watches_threads = False
         take_hooks_out(trainer)
         self.engine.loading.let_go()
+        return self.ending.give_signals_back(trainer)

@@ -87,7 +87,7 @@ A *first* signal that comes late (for a second one the table holds): while a com
 writes its report, the command gives up the rest and ends with 130 or 143. With several ranks, and
 between the last batch of the test and the report, nothing is left to stop: the command ends with 0,
 although it has told "saving, then stopping", and waits for its mirror for 8 s at most. In a script
-the training is complete and saved by then, and ``teardown`` raises ``Stopped``
-(``Ending.stop_if_asked_late``). At SLURM's signal the job is queued again then, too, because the
-rest of the script has not run.
+the training is complete and saved by then: ``teardown`` gives the handlers back, and then raises
+``Stopped`` if a signal came until then (``Ending.stop_if_asked_late``). At SLURM's signal the job
+is queued again then, too, because the rest of the script has not run.
 """

@@ -54,7 +54,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum, auto
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from unbroken.stopping.ranks import RANK_ZERO_VARIABLE, is_child
 
@@ -156,6 +156,15 @@ def install() -> None:
             os._exit(Stopped(signal.SIGTERM).exit_code)
 
 
+class Asked(NamedTuple):
+    """What signals have asked of a script."""
+
+    # The first signal, as State.requested. 0: none.
+    requested: int = 0
+    # What the script's own handler has raised.
+    raised: BaseException | None = None
+
+
 class ScriptSignals:
     """The handlers of a script, notebook or test, which are replaced while a Trainer runs.
 
@@ -164,11 +173,6 @@ class ScriptSignals:
 
     def __init__(self) -> None:
         self._handlers: dict[int, Any] = {}
-
-    @property
-    def has_replaced_handlers(self) -> bool:
-        """Whether a script's handlers are replaced now; :meth:`end` puts them back."""
-        return bool(self._handlers)
 
     def begin(self, requeue_signal: int | None = None) -> None:
         """Replace the handlers, in the main thread and where no command has done so.
@@ -203,19 +207,24 @@ class ScriptSignals:
         if self._handlers:
             self._handlers[requeue_signal] = signal.SIG_DFL
 
-    def end(self) -> None:
-        """Let the script have its own handlers again."""
+    def end(self) -> Asked:
+        """Let the script have its own handlers again; returns what it was asked until then.
+
+        That is read when the handlers are back, so no signal is lost between the two. A command
+        keeps the signals for good, and what it was asked: nothing is returned there.
+        """
         if not self._handlers:
-            # A command keeps the signals for good.
-            return
+            return Asked()
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        asked = Asked(state.requested, state.raised)
         self._handlers = {}
         state.scripts_handlers = {}
         state.raised = None
         state.requested = 0
         state.requested_at = None
         state.phase = Phase.STARTS
+        return asked
 
 
 def end_with_parent() -> None:
