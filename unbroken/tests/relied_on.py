@@ -346,9 +346,8 @@ def seams() -> list[tuple[str, str]]:
     """Module and name of each method in :data:`unbroken.seams.SEAMS`."""
     tree = tree_of("seams.py")
     homes = homes_of_imports(tree)
-    for name, (module, _) in homes.items():
-        if module == "unbroken.lightning_internals":
-            homes[name] = homes_of_imports(tree_of("lightning_internals.py"))[name]
+    # A class that another file of ours has imported
+    homes |= homes_of_imports(tree_of("lightning_internals.py"))
     found: list[tuple[str, str]] = []
     for node in tree.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.List):

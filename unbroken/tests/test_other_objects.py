@@ -29,6 +29,9 @@ class Killed(Exception):
 class Task(LightningModule):
     """Five steps an epoch."""
 
+    # The step before which the killed run ends
+    killed_at = 2 * STEPS - 2
+
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(1, 2), nn.Dropout(0.2), nn.Linear(2, 1))
@@ -212,6 +215,15 @@ class DrawsItsRows(Task):
         return DataLoader(TensorDataset(rows), 2, shuffle=True)
 
 
+class DrawsAsTrainingStarts(DrawsItsRows):
+    """Draws behind the making of its first loader, too."""
+
+    killed_at = 2
+
+    def on_train_start(self) -> None:
+        torch.rand(1)
+
+
 class Shifted(Dataset[Any]):
     """Rows that the hook of an epoch's start shifts."""
 
@@ -271,7 +283,7 @@ def trained(
         enable_model_summary=False,
         callbacks=[Kills(killed_at), *(each() for each in more), keep],
         plugins=[*plugins],
-        reload_dataloaders_every_n_epochs=int(make is DrawsItsRows),
+        reload_dataloaders_every_n_epochs=int(make in (DrawsItsRows, DrawsAsTrainingStarts)),
     )
     trainer.fit(make(), ckpt_path=keep.resume_from)
     return trainer
@@ -297,6 +309,7 @@ def stopping() -> Callback:
         HasWeightsOfItsOwn,
         ReplacesAWeight,
         DrawsItsRows,
+        DrawsAsTrainingStarts,
         DrawsForAnEpoch,
     ],
 )
@@ -315,7 +328,7 @@ def test_what_training_sets_anew_comes_back(
     undisturbed = trained(tmp_path / "undisturbed", make, more=more)
     begin_a_process()
     with pytest.raises(Killed):
-        trained(tmp_path / "killed", make, 2 * STEPS - 2, more)
+        trained(tmp_path / "killed", make, make.killed_at, more)
     begin_a_process()
     resumed = trained(tmp_path / "killed", make, more=more)
     assert resumed.global_step == undisturbed.global_step

@@ -76,7 +76,10 @@ NAMES = {
     "lightning.pytorch.trainer.connectors.logger_connector": [
         "_LoggerConnector.should_reset_tensors",
     ],
-    "lightning.pytorch.loops.fit_loop": ["_FitLoop.setup_data"],
+    "lightning.pytorch.loops.fit_loop": [
+        "_FitLoop.setup_data",
+        "_FitLoop._should_reload_train_dl",
+    ],
     "lightning.pytorch.strategies.launchers": ["_MultiProcessingLauncher"],
     "lightning.pytorch.loops.loop": ["_Loop.restarting"],
     "lightning.pytorch.loops.evaluation_loop": [
@@ -352,6 +355,17 @@ def take_over_sharing(trainer: Trainer) -> bool:
 def let_lightning_share(trainer: Trainer, shares: bool) -> None:
     """Put back what :func:`take_over_sharing` has found."""
     trainer._accelerator_connector.use_distributed_sampler = shares
+
+
+def makes_loaders_now(trainer: Trainer) -> bool:
+    """Whether the fit loop is about to ask for the training's loaders: it has none yet, or makes
+    them anew.
+
+    Buys that their maker draws the same in a resumed run (``BeforeHooksOfEpoch``). Public way
+    missing: each epoch's start calls ``setup_data``, which decides.
+    """
+    loop: Any = trainer.fit_loop
+    return loop._combined_loader is None or bool(loop._should_reload_train_dl)
 
 
 def exchange_loaders(trainer: Trainer, other: Callable[[Any], Any]) -> None:

@@ -19,7 +19,7 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import Strategy
 from unbroken.errors import UserError
-from unbroken.lightning_internals import FitLoop
+from unbroken.lightning_internals import FitLoop, makes_loaders_now
 
 # The class (or package) that defines the method, and its name.
 SEAMS: list[tuple[Any, str]] = [
@@ -67,8 +67,8 @@ class Seams:
         self._replace(strategy, "process_dataloader", process)
 
     def before_loaders(self, act: Callable[[], None]) -> None:
-        """``act`` is called before the fit loop may ask for the training's loaders: once before
-        training starts, and as each epoch starts.
+        """``act`` is called before the fit loop asks for the training's loaders: before training
+        starts, and as an epoch starts for which they are made anew.
 
         Lightning has no hook between the end of an epoch and its call of ``train_dataloader``.
         """
@@ -76,7 +76,8 @@ class Seams:
         original = loop.setup_data
 
         def setup() -> None:
-            act()
+            if makes_loaders_now(self._trainer):
+                act()
             original()
 
         self._replace(loop, "setup_data", setup)

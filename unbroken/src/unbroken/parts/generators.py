@@ -71,7 +71,7 @@ class OwnGenerators(Part):
             owner_path, _, attribute = path.rpartition(".")
             owner = owners.get(owner_path)
             found = self._objects.held.generators.get(path)
-            # This method may have made one since the walk.
+            # A hook may have put another one there since the walk.
             now = found if owner is None else getattr(owner, attribute, None)
             if can_be_restored(now, kind, state) and has_the_same_children(now, state):
                 restore(now, state)
@@ -82,6 +82,7 @@ class OwnGenerators(Part):
             made = None if owner is None else made_of(kind, state)
             if made is not None and now is found:
                 setattr(owner, attribute, made)
+                self._objects.held.generators[path] = made
             elif path not in self._told:
                 self._told.add(path)
                 say(f"the resume is not exact: {path} was a {kind}, which cannot be made here.")
@@ -106,10 +107,8 @@ class BeforeHooksOfEpoch(Note):
         self._noted: dict[str, dict[str, Any]] = {}
 
     def loaders_are_made(self, trainer: Trainer) -> None:
-        """Note them, if loaders are made now. Lightning asks for them as each epoch starts."""
-        are_made_again = trainer.reload_dataloaders_every_n_epochs == 1  # type: ignore[attr-defined]
-        if are_made_again or LOADERS not in self._noted:
-            self._note(trainer, LOADERS)
+        """Note them before the user's ``train_dataloader``."""
+        self._note(trainer, LOADERS)
 
     def hooks_are_called(self, trainer: Trainer) -> None:
         """Note them before the user's ``on_train_epoch_start``."""
