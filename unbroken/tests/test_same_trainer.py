@@ -103,6 +103,29 @@ def test_sigterm_saves_calls_the_scripts_handler_and_is_lightnings_exception(
     assert checkpoint(keep.last_path)["global_step"] == 3
 
 
+class FailsThen(Sends):
+    """Raises an error in the step in which it has sent a signal."""
+
+    def on_train_batch_start(self, trainer: Trainer, *further: Any) -> None:
+        super().on_train_batch_start(trainer, *further)
+        if trainer.global_step == 2:
+            raise RuntimeError("failed")
+
+
+def test_a_script_that_catches_an_error_is_told_of_the_signal_before_it(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    forgotten = "SIGTERM: an error ends the run, and it is not asked to stop any more."
+    with pytest.raises(RuntimeError, match="failed"):
+        trainer_of(ExactCheckpoint("r"), FailsThen(signal.SIGTERM)).fit(Regression())
+    assert forgotten in capsys.readouterr().out
+    # The next training is not asked to stop, and one that stops does not tell it.
+    trainer_of(ExactCheckpoint("r2")).fit(Regression())
+    with pytest.raises(SIGTERMException):
+        trainer_of(ExactCheckpoint("r3"), Sends(signal.SIGTERM)).fit(Regression())
+    assert forgotten not in capsys.readouterr().out
+
+
 class InterruptsALine:
     """Sends Ctrl-C at the ``number``-th line that a script's end runs in the files of the callback
     and its signals: from the callback's ``teardown`` on. Given to ``sys.settrace``.

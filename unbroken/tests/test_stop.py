@@ -201,7 +201,7 @@ def test_a_signal_to_all_processes_is_the_runs_alone(workplace: Path) -> None:
     ended = complete([sys.executable, "-c", WHOLE_GROUP, *SMALL, *flags])
     assert ended.returncode == 143, ended.stderr
     assert "the helper ended with -15" in ended.stdout
-    assert ended.stderr.count("SIGHUP: saving, then stopping") == 1
+    assert ended.stderr.count("SIGHUP: finishing what is under way, then stopping") == 1
     assert checkpoint(Path("checkpoints/r/last.ckpt"))["global_step"] == 4
 
 

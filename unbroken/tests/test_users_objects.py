@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -1413,10 +1413,14 @@ class Scaled(Plain):
 
 NUMBER = 0
 MARKS: list[int] = []
+PAIR = [1, 2]
+SETTINGS: dict[str, Any] = {"beta": 1.0, "inner": {"calls": 0}}
+CACHE: dict[int, float] = {}
 
 
 class HelpersCount:
     count = 0
+    by_kind: ClassVar = {"calls": 0}
 
 
 def helper() -> float:
@@ -1438,6 +1442,35 @@ class ByAGlobalList(Scaled):
     def scale(self, batch: Any) -> Any:
         MARKS.append(1)
         return len(MARKS)
+
+
+class ByAnEntryOfAGlobalList(Scaled):
+    def scale(self, batch: Any) -> Any:
+        PAIR[0] += 1
+        return PAIR[0]
+
+
+class ByAGlobalDictionary(Scaled):
+    def scale(self, batch: Any) -> Any:
+        SETTINGS["beta"] *= 0.9
+        return SETTINGS["beta"]
+
+
+class ByADictionaryInOne(Scaled):
+    def scale(self, batch: Any) -> Any:
+        SETTINGS["inner"]["calls"] += 1
+        return SETTINGS["inner"]["calls"]
+
+
+class ByAHelpersDictionary(Scaled):
+    def scale(self, batch: Any) -> Any:
+        HelpersCount.by_kind["calls"] += 1
+        return HelpersCount.by_kind["calls"]
+
+
+class FillsAGlobalCache(Scaled):
+    def scale(self, batch: Any) -> Any:
+        return CACHE.setdefault(self.global_step, 1.0)
 
 
 class ByItsClass(Scaled):
@@ -1540,12 +1573,16 @@ class SavesItsGlobalNumber(ByAGlobalNumber):
         checkpoint["number"] = NUMBER
 
 
-@pytest.mark.daily(7)
+@pytest.mark.daily(8)
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
         (ByAGlobalNumber, f"{__name__}.NUMBER"),
         (ByAGlobalList, f"{__name__}.MARKS"),
+        (ByAnEntryOfAGlobalList, f"{__name__}.PAIR"),
+        (ByAGlobalDictionary, f"{__name__}.SETTINGS.beta"),
+        (ByADictionaryInOne, f"{__name__}.SETTINGS.inner"),
+        (ByAHelpersDictionary, f"{__name__}.HelpersCount.by_kind"),
         (ByItsClass, f"{__name__}.ByItsClass.count"),
         (ByAHelpersClass, f"{__name__}.HelpersCount.count"),
         (ByAFunction, f"{__name__}.helper.calls"),
@@ -1609,6 +1646,14 @@ def test_what_code_keeps_beside_objects_is_left_to_who_saves_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained(tmp_path, SavesItsGlobalNumber(), max_epochs=1)
+    assert "begins anew with" not in told(capsys)
+
+
+def test_a_cache_in_a_global_variable_may_grow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, FillsAGlobalCache(), max_epochs=1)
+    assert CACHE
     assert "begins anew with" not in told(capsys)
 
 

@@ -50,6 +50,16 @@ class Ending:
         lightning_internals.let_lightning_handle_signals(trainer)
         return self._signals.end()
 
+    def give_signals_back_at(self, error: BaseException, trainer: Trainer) -> None:
+        """The same where an error or a stop ends the run. A script may catch an error and train on:
+        it is told of a signal that has come before.
+        """
+        asked = self.give_signals_back(trainer)
+        is_the_stop = isinstance(error, signals.Stopped) or error is asked.raised
+        if asked.requested and not is_the_stop:
+            name = signal.Signals(asked.requested).name
+            say(f"{name}: an error ends the run, and it is not asked to stop any more.")
+
     def stop_if_asked_late(self, trainer: Trainer, asked: signals.Asked) -> None:
         """Stop a script whose signal came after the ranks have agreed for the last time, as
         training ends. Everything is saved already. A command sees to it itself.

@@ -199,7 +199,9 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     @property
     def saved_step(self) -> int | None:
-        """The optimizer step that ``last.ckpt`` holds. None: it was neither read nor written."""
+        """The optimizer step of the newest ``last.ckpt`` of this training (known on rank zero);
+        before there is one, that of the checkpoint from which it was resumed. None: neither.
+        """
         written = self.engine.saving.saved_step
         return self.engine.restoring.loaded_step if written is None else written
 

@@ -211,7 +211,7 @@ class Hooks(Callback):
             engine.own_folder.finish_mirror(signals.seconds_left())
         finally:
             engine.own_folder.release()
-            engine.ending.give_signals_back(trainer)
+            engine.ending.give_signals_back_at(exception, trainer)
 
     # Evaluations
 

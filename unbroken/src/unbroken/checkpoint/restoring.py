@@ -1,6 +1,8 @@
 """What a resumed run still has to get back, and the one place that gives it back.
 
-In the order in which it happens:
+A part is one thing that a checkpoint keeps beside Lightning's own entries (parts/part.py), a seam
+a place where a method of Lightning's is replaced (seams.py), a pass one way through a loader. In
+the order in which it happens:
 
 a. Lightning has read the checkpoint, and calls :meth:`Restoring.read`. It notes where training
    starts in its loaders (``DataStart``). They are made after this, and ask for it.
@@ -11,12 +13,13 @@ c. The last of these hooks is done (a seam behind ``on_train_start``, in seams.p
    resumes inside an epoch, :meth:`Restoring.restore` calls ``on_train_epoch_start``, which
    Lightning leaves out there. It then puts the loaders where training starts, undoes what the
    hooks have changed, and gives every part back.
-d. The checkpoint was saved after Lightning had called the samplers' ``set_epoch``, in which they
-   may draw. Lightning calls it again now. So generators and samplers are given back a second time
-   (:meth:`Restoring.give_generators_again`): if the run resumes inside an epoch, when that epoch's
-   loop begins, before a batch is asked for; if it resumes between epochs, in front of the user's
-   ``on_train_epoch_start``. After the first batch (:meth:`Restoring.batch_ends`) only the number
-   of validated batches is left to give back (:meth:`Restoring.validation_starts`).
+d. The checkpoint was saved after Lightning had called the samplers' ``set_epoch``, in which a
+   sampler may draw. Lightning calls it again now, behind c. So generators and samplers are given
+   back a second time (:meth:`Restoring.give_generators_again`): if the run resumes inside an epoch,
+   when that epoch's loop begins, before a batch is asked for; if it resumes between epochs, in
+   front of the user's ``on_train_epoch_start``. After the first batch
+   (:meth:`Restoring.batch_ends`) only the number of validated batches is left to give back
+   (:meth:`Restoring.validation_starts`).
 
 A run that was saved, is killed inside an epoch and resumed ends with the same bits as one that is
 not. In short: a save lies between two batches; the batches behind it are read again, and are the
@@ -60,11 +63,12 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
    drawn as the pass begins; what changes in a sampler later counts from the next pass. The first k
    batches of the order are left out.
 5. What is drawn while batch k is loaded is the same: for that, all generators, those that the data
-   set and the collate function hold among them, are seeded by (seed, rank, epoch, k), also those
-   that a process's first batch of an epoch has made: it is fetched again then. Afterwards
-   the global ones, and those in global variables, are what they were before, for the training may
-   draw from them, too; those that the data set or the collate function holds stay where the batch
-   left them, and are seeded for the next one (loading/fetch.py). That a sample depends on nothing
+   set and the collate function hold among them, are seeded by (seed, rank, epoch, k). If a
+   process's first batch of an epoch has made a generator, that batch is fetched a second time, with
+   it seeded: ``__getitem__`` is called twice for its samples. Afterwards the global ones, and those
+   in global variables, are what they were before, for the training may draw from them, too. Those
+   that the data set or the collate function holds stay where the batch left them, and the next
+   batch seeds them anew (loading/fetch.py). That a sample depends on nothing
    else is tried with a few samples before training, on Linux (loading/repeating.py). Streams and
    loaders of one's own that have a ``state_dict`` begin with the state that they had after batch
    k - 1; those without one resume between epochs alone (loading/__init__.py, item 3).
@@ -78,18 +82,22 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
 
    | held in | what | a change is |
    | --- | --- | --- |
-   | module, data module, callbacks, objects in them | what a file can hold | kept |
-   | the same | what no file can hold, such as an iterator | told |
-   | the same | another method or class in the place of one | told |
+   | module, data module, objects of the user's in them | what a file can hold | kept |
+   | callbacks | modules, generators, states | kept |
+   | callbacks without a ``state_dict`` | other attributes | told |
+   | callbacks with one | other attributes that it leaves out | neither |
    | hooks, functions, classes, global variables | modules, generators, states | kept |
-   | the same | numbers, texts, lists, other objects | told |
-   | the same | dictionaries (of a global one, generators are kept) | neither |
-   | layers of a package | tensors beside their buffers | neither |
-   | data sets | what hooks change between two epochs | told |
+   | the same | numbers, texts, lists, entries of dictionaries, other objects | told |
+   | the same | new entries of dictionaries, as of a cache | neither |
+   | all of these | what no file can hold, such as an iterator | told |
+   | all of these | another method or class in the place of one | told |
+   | layers of a package | tensors that are neither weights nor buffers | neither |
+   | data sets | what training changes, but in the workers of a loader | told |
 
-   (A state has a ``state_dict``. holding/beside_objects.py finds the second group. Told by
-   parts/undeclared/not_kept.py, parts/replaced.py and ``DataSets`` in parts/loaders.py. What
-   training has made to share memory comes back as separate copies.)
+   (A state is an object with a ``state_dict``. holding/beside_objects.py finds what hooks,
+   functions, classes and global variables hold. Told by parts/undeclared/not_kept.py,
+   parts/replaced.py and ``DataSets`` in parts/loaders.py. What training has made to share memory
+   comes back as separate copies.)
 
 7. Hooks that the resumed process calls again change no saved value in the end. ``setup`` and
    ``configure_model`` run before the checkpoint is loaded, so it wins. ``configure_optimizers`` (it

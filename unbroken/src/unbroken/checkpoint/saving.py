@@ -6,12 +6,14 @@ A run is saved
   are over (interval.py), where a validation has found a new best, or where the run is asked to
   stop. A save by time or steps is put off while the previous one is being written. With loaders
   that cannot start inside an epoch only a new best is saved there;
-- between two epochs (:meth:`Saving.between_epochs`). Where the previous save is still being
-  written, or is so recent that another one would cost too much (``Interval.is_too_soon``, which is
-  asked from the third save on, of a state that a thread writes), none is made there, unless it is a
-  new best, or a save or a stop was asked for. So, where no run can start inside an epoch, a stop
-  may lose several short epochs of a large state. Before Lightning's extra epoch that updates batch
-  norms for averaged weights, only a new best is saved;
+- between two epochs (:meth:`Saving.between_epochs`): in the ``on_train_epoch_start`` of the next
+  one, before the user's hooks of that name. A new best, a save that is due and a stop are always
+  saved there. Else none is made while the previous one is being written, or where it is so recent
+  that another one would cost too much (``Interval.is_too_soon``; what a save costs is known from
+  the third one on that a thread writes). A run that cannot start inside an epoch may so lose
+  several short epochs of a large state: those behind its last save, if it is stopped or killed
+  inside a later one. Before Lightning's extra epoch that updates batch norms for averaged weights,
+  only a new best is saved;
 - inside a validation, where the run is asked to stop: the state is that of the validation's start
   (nothing is saved if the validation has changed weights, or with loaders that cannot start inside
   an epoch);
@@ -20,14 +22,17 @@ A run is saved
 
 At an error nothing more is saved; a save that is under way is written to its end.
 
-hooks.py calls these methods. In the order in which it happens:
+hooks.py calls these methods. A part is one thing that a checkpoint keeps beside Lightning's own
+entries, such as the generators (parts/part.py); a seam is a place where a method of Lightning's is
+replaced (seams.py). In the order in which it happens:
 
 1. When a batch has ended an optimizer step (with manual optimization: each batch), the ranks agree
    on what any of them asks for: to save by the clock, or to stop (:meth:`Saving.batch_ends`;
-   stopping/__init__.py has the whole way of a stop). Several ranks know it one step later. That the
-   steps between two saves are over, and that a validation or an epoch's end has found a new best,
-   all ranks know at once; of a save by steps they only ask each other whether the disk is still
-   busy.
+   stopping/__init__.py has the whole way of a stop). One rank acts on that before its next batch,
+   several act one optimizer step later. For steps and for a new best they need not agree, because
+   all count the same: they act before the next batch (and ask each other only whether the disk is
+   still busy with a save by steps). ``every="500"`` saves at the multiples of 500 optimizer steps,
+   whatever was saved between them.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
    :meth:`Saving.save_and_maybe_stop` saves it, if a run can resume from it or it is a new best
@@ -44,8 +49,9 @@ hooks.py calls these methods. In the order in which it happens:
    A state whose tensors have less than 16 MiB is written while training waits; a larger one is
    copied, and a thread writes the copy. The other ranks wait as long as rank zero does. A new best
    is written to ``best.ckpt`` and, if a run can resume from this state, copied to ``last.ckpt``;
-   any other save is written to ``last.ckpt`` alone (behind a best that the disk did not take
-   before). What may fail, and what follows, stands at the head of run_files.py.
+   any other save is written to ``last.ckpt`` alone. (A best that the disk did not take before is
+   tried once more in front of it.) What may fail, and what follows, stands at the head of
+   run_files.py.
 4. A file is written beside its target, flushed to the disk, and renamed; then its folder is flushed
    (:func:`unbroken.storage.files.written_atomically`). On any error the file beside it is removed;
    the system's errors, such as a full disk, are NotWritten. When all files of a save are there,
@@ -155,13 +161,13 @@ class Saving:
         # Saves may be due at the multiples of a number of optimizer steps. This is the step of the
         # last call of ``save_and_maybe_stop``, whether that has saved anything or not; at first, of
         # the training's start.
-        self._step_of_last_save = 0
+        self._step_asked_last = 0
 
     def training_starts(self, trainer: Trainer) -> None:
         """Count the time until the first save from here."""
         self._began = time.monotonic()
         self._last_save = self._began
-        self._step_of_last_save = trainer.global_step
+        self._step_asked_last = trainer.global_step
 
     # What is due
 
@@ -176,7 +182,7 @@ class Saving:
             return
         self._agreement.agree(self._own_request(trainer))
         # Every rank counts the same steps. A batch may have several.
-        steps_are_over = self._interval.is_due_between(self._step_of_last_save, trainer.global_step)
+        steps_are_over = self._interval.is_due_between(self._step_asked_last, trainer.global_step)
         is_due = steps_are_over and self._loading.can_start_inside_epochs
         if is_due and not self._waits_for_disk():
             self._agreement.add_save()
@@ -258,7 +264,7 @@ class Saving:
         """
         stops = self._agreement.is_stop
         is_last = stops or is_end
-        self._step_of_last_save = trainer.global_step
+        self._step_asked_last = trainer.global_step
         save = self._plan(trainer, snapshot)
         if save is not None:
             with self._pauses(trainer):

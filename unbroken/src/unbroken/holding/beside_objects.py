@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections import deque
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
-from types import FunctionType, MethodType, ModuleType, NoneType
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from unbroken.holding.bounds import LONGEST
 from unbroken.holding.users_modules import is_users_module
-from unbroken.holding.walk import CONTAINERS, held_by
+from unbroken.holding.walk import BUILTINS, LEAVES
 
-# A dictionary there is a cache or a registry more often than a state.
-KINDS = {NoneType, bool, int, float, complex, str, bytes, list, deque}
+KINDS = {*LEAVES, *BUILTINS, defaultdict, Counter}
 # Of these a package's class counts as the user's own does.
 STATES = (Tensor, np.ndarray, set, nn.Module, Optimizer, Iterator)
 
@@ -32,22 +30,19 @@ class Places(NamedTuple):
         variables: Each with its name, whose it is (the module's, or a class's), and its key there.
             They are of :data:`KINDS`.
         objects: The same for what may have a state of its own.
-        containers: The same for lists and dictionaries.
         functions: Those that may keep something, with their names.
         further: The modules that it uses.
     """
 
     variables: list[tuple[str, Mapping[str, Any], str]]
     objects: list[tuple[str, Mapping[str, Any], str]]
-    containers: list[tuple[str, Mapping[str, Any], str]]
     functions: list[tuple[str, FunctionType]]
     further: list[str]
 
 
 def values_beside_objects(modules: Iterable[str], further: Set[type]) -> Iterator[tuple[str, Any]]:
     """Numbers, texts, lists and objects that modules of the user's, and his modules that these use,
-    keep beside the training's; each with its name. In functions, lists and dictionaries also what
-    is of further classes.
+    keep beside the training's; each with its name. In functions also what is of further classes.
     """
     waiting = list(modules)
     seen: set[str] = set()
@@ -61,8 +56,6 @@ def values_beside_objects(modules: Iterable[str], further: Set[type]) -> Iterato
         places = _places_in(name) if name == "__main__" else _places_in_imported(name)
         waiting += places.further
         yield from ((path, owner.get(key)) for path, owner, key in places.objects)
-        for path, owner, key in places.containers:
-            yield from _entries_of_kinds(path, owner.get(key), further)
         found = [(path, owner.get(key)) for path, owner, key in places.variables]
         for path, function in places.functions:
             found += [(f"{path}.{key}", value) for key, value in held_by_function(function)]
@@ -72,11 +65,9 @@ def values_beside_objects(modules: Iterable[str], further: Set[type]) -> Iterato
 
 
 def _places_in(name: str) -> Places:
-    places = Places([], [], [], [], [])
+    places = Places([], [], [], [])
     variables = vars(sys.modules[name])
     for variable, value in list(variables.items()):
-        if type(value) in CONTAINERS:
-            places.containers.append((f"{name}.{variable}", variables, variable))
         if type(value) in KINDS:
             if not variable.startswith("__"):
                 places.variables.append((f"{name}.{variable}", variables, variable))
@@ -106,16 +97,6 @@ def _add_class(places: Places, name: str, kind: type) -> None:
             places.variables.append((path, vars(kind), attribute))
         elif isinstance(value, Tensor | np.ndarray):
             places.objects.append((path, vars(kind), attribute))
-
-
-def _entries_of_kinds(name: str, value: Any, kinds: Set[type]) -> Iterator[tuple[str, Any]]:
-    """The entries of a list or dictionary that are of these classes. That there are none is told
-    soonest by the set.
-    """
-    if type(value) in CONTAINERS and len(value) <= LONGEST:
-        entries = value.values() if type(value) is dict else value
-        if not kinds.isdisjoint(map(type, entries)):
-            yield from ((f"{name}.{key}", it) for key, it in held_by(value) if type(it) in kinds)
 
 
 def _may_have_a_state(value: Any) -> bool:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import io
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
 from types import FunctionType, MethodType, SimpleNamespace
@@ -37,7 +37,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
 from torchmetrics import Metric
 from unbroken import contract
 from unbroken.holding import walk
-from unbroken.holding.beside_objects import KINDS, held_by_function, values_beside_objects
+from unbroken.holding.beside_objects import held_by_function, values_beside_objects
 from unbroken.holding.bounds import LONGEST, MOST_BYTES_OF_DATA, MOST_ENTRIES_OF_DATA
 from unbroken.holding.users_modules import LIBRARY
 from unbroken.holding.walk import FUNCTIONS, LEAVES, Place
@@ -111,6 +111,22 @@ class Length(NamedTuple):
     """Stands for a list whose entries are looked at one by one."""
 
     entries: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Entries:
+    """Stands for a list or dictionary of numbers and texts, which is compared as a whole.
+
+    Attributes:
+        by_key: The entries. What a dictionary has more of them later is no change.
+    """
+
+    by_key: dict[Any, Any]
+
+    @classmethod
+    def of(cls, value: Any) -> Entries:
+        entries = dict(walk.entries_of(value))
+        return cls(entries if isinstance(value, dict) else {**entries, "length": len(entries)})
 
 
 class Told(NamedTuple):
@@ -213,7 +229,7 @@ OF_WORKERS = Told(
 )
 # What functions keep, global variables, and attributes of classes and weights
 BESIDE_OBJECTS = Told(
-    OF_CALLBACKS.kinds,
+    (*OF_CALLBACKS.kinds, Entries),
     since="epoch",
     advice="Keep it in an attribute of the module, which a checkpoint holds.",
 )
@@ -408,10 +424,6 @@ class _Look:
             if isinstance(value, GENERATORS):
                 if draws_from_a_state(value):
                     self.held.generators[name] = value
-            elif type(value) in KINDS:
-                is_list = isinstance(value, list | deque)
-                if id(value) not in self.kept:
-                    self._tell(name, Length(len(value)) if is_list else value, inside)
             else:
                 places += self._child(name, value, inside, 0)
         self._walk(places)
@@ -535,11 +547,16 @@ class _Look:
 
     def _container(self, place: Place) -> list[Place]:
         name, value, depth, inside = place
-        inside = inside._replace(attribute=inside.attribute or name)
-        if len(value) > LONGEST:
-            self._tell(name, value, inside)
+        is_short = len(value) <= LONGEST
+        if is_short and not inside.told.of_new and holds_leaves(value):
+            self._tell(name, Entries.of(value), inside)
             return []
-        self._tell(name, Length(len(value)), inside)
+        # A dictionary beside the objects may be a cache, which may grow.
+        if inside.told.of_new or not isinstance(value, dict):
+            inside = inside._replace(attribute=inside.attribute or name)
+            self._tell(name, Length(len(value)) if is_short else value, inside)
+        if not is_short:
+            return []
         places: list[Place] = []
         for key, each in walk.held_by(value):
             places += self._child(f"{name}.{key}", each, inside, depth)
@@ -811,6 +828,11 @@ def is_object(value: Any) -> bool:
 def is_frozen(kind: type) -> bool:
     """Whether a class is a dataclass whose objects are replaced, and never changed."""
     return dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen  # type: ignore[attr-defined]
+
+
+def holds_leaves(value: Any) -> bool:
+    """Whether all entries of a list or dictionary are numbers and texts."""
+    return all(isinstance(each, LEAVES) for _, each in walk.entries_of(value))
 
 
 def is_iterator(value: Any) -> bool:

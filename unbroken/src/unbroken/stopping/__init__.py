@@ -42,52 +42,58 @@ state at its start is saved, unless it has changed weights (checkpoint/validatio
 cannot start inside an epoch, and a resumed run begins it again. Before a test everything is saved
 already.
 
-What a second signal does, by when it comes (the first and the second may each be any stop signal;
-signals.py has the phases):
+What a second signal does (the first and the second may each be any stop signal): nothing, from the
+run's first step, validation or test until the run has ended. It prints nothing, shortens nothing,
+and what hangs still hangs. SIGQUIT (Ctrl and backslash on the keyboard) or SIGKILL end such a run,
+and nothing more is saved then. (torchrun sends SIGKILL itself, 30 s after it was asked to stop;
+``--shutdown-timeout`` makes it more.) At other moments (signals.py has the phases):
 
-| it comes | a command of one rank | a command of several ranks | a script |
-| --- | --- | --- | --- |
-| in the imports (IMPORTS) | the first has ended it | the same (see below) | - |
-| in the start (STARTS) | is ignored: the first is ending it | the same | the same |
-| in a step, a save, a validation, a test (RUNS) | is ignored | is ignored | is ignored |
-| in the report, or its mirror's wait | what is left is given up (SAVED) | is ignored (RUNS) | - |
-| while a script waits for disk and mirror (RUNS) | - | - | is ignored |
-| when all is done (ENDS) | ends it at once | ends that rank at once | is the script's |
+| it comes | in a command | in a script |
+| --- | --- | --- |
+| in the imports (IMPORTS) | the first has ended the process, or rank zero is ending it | - |
+| in the start (STARTS) | nothing: the first is ending it | the same |
+| in the report, or its mirror's wait | one rank (SAVED): gives up what is left; more: nothing | - |
+| while a script waits for its mirror (RUNS) | - | nothing |
+| while ``Stopped`` is on its way to whoever catches it | nothing | is the script's |
+| when all is done (ENDS) | ends that rank at once | is the script's |
 
-RUNS begins with ``Hooks.on_train_start`` (checkpoint/hooks.py), or with a validation or test. In a
-command it lasts until unbroken/run/main_job.py calls ``raise_from_now_on`` or ``command_is_done``
-(signals.py); in a script, until its handlers are given back (below). A script that is stopped waits
-for its mirror for what is left of 8 s since this rank's signal; one whose training is complete
-waits in ``teardown``, for as long as something arrives in the store, and a first signal then leaves
-it 8 s.
+A run lasts (RUNS) from ``Hooks.on_train_start`` (checkpoint/hooks.py), or from a validation or
+test, until
 
-"Ignored" is: it shortens nothing, and what hangs still hangs. SIGQUIT (Ctrl and backslash on the
-keyboard) or SIGKILL end such a run, and nothing more is saved then. (torchrun sends SIGKILL itself,
-30 s after it was asked to stop; ``--shutdown-timeout`` makes it more.) The handlers that a script
-has set itself are called all the same, in every phase. What the last of them raises in RUNS ends
-the run in the place of ``Stopped``, if that is not on its way yet; in the start it is raised at
-once, also at a second signal. In the start the first signal ends nothing if it is SLURM's, or where
-the user's code swallows ``Stopped``, as a bare ``except`` does: then the run stops at its first
-step (a command is ended after 1.5 s where training has not begun). In imports and start a rank that
-rank zero has started passes each signal on to it. A run that is done and whose report is given up
+- in a command, unbroken/run/main_job.py calls ``raise_from_now_on`` (one rank) or
+  ``command_is_done`` (signals.py);
+- in a script, its handlers are given back. Where something is raised, ``Hooks.on_exception`` does
+  that: at a stop behind the save, and behind up to 8 s for the mirror; at an error behind a save
+  that is under way, and up to 8 s for the mirror; in the start at once. Where nothing is raised,
+  the callback's ``teardown`` does it, when the mirror is complete, or nothing more arrives in the
+  store. The 8 s begin with this rank's signal, also with a first one that comes in ``teardown``.
+
+A signal that comes when a script has its handlers back is not ours: Ctrl-C raises
+KeyboardInterrupt, even while ``Stopped`` is on its way, and SIGTERM ends the process. Before the
+callback's ``setup``, and in ``Trainer.predict``, a signal is not ours either, and in the start of a
+script no thread ends what hangs. All this holds for each rank of a script. A signal is ours in a
+script only if ``fit`` runs in the main thread, and if it was not ignored when the script started
+(nohup, a job in the background).
+
+The handlers that a script has set before ``fit`` are called at each signal, in every phase. (One
+that it sets while ``fit`` runs takes the place of ours, and is lost when the others are given
+back.) What the last of them raises in RUNS ends the run in the place of ``Stopped``, if that is not
+on its way yet; in the start it is raised at once, also at a second signal.
+
+In the start the first signal ends nothing if it is SLURM's, or where the user's code swallows
+``Stopped``, as a bare ``except`` does: then the run stops at its first step (a command is ended
+after 1.5 s where training has not begun). In imports and start a rank that rank zero has started
+passes each signal on to it, and rank zero ends all. A run that is done and whose report is given up
 lacks its summary, too.
 
-A script has its handlers back in ``Hooks.on_exception``. At a stop that is after the save, and
-after up to 8 s for the mirror; at an error, after a save that is under way, and up to 8 s for the
-mirror; in the start it is at once. Where nothing is raised, it has them back in the callback's
-``teardown``. A signal after that is not ours: Ctrl-C then raises KeyboardInterrupt, even while
-``Stopped`` is on its way, and SIGTERM ends the process. Before the callback's ``setup``, and in
-``Trainer.predict``, a signal is not ours either, and in the start of a script no thread ends what
-hangs. All this holds for each rank of a script.
+A *first* signal behind the last step finds nothing left to save:
 
-A signal is ours in a script only if ``fit`` runs in the main thread, and if it was not ignored when
-the script started (nohup, a job in the background).
-
-A *first* signal that comes late (for a second one the table holds): while a command of one rank
-writes its report, the command gives up the rest and ends with 130 or 143. With several ranks, and
-between the last batch of the test and the report, nothing is left to stop: the command ends with 0,
-although it has told "saving, then stopping", and waits for its mirror for 8 s at most. In a script
-the training is complete and saved by then: ``teardown`` gives the handlers back, and then raises
-``Stopped`` if a signal came until then (``Ending.stop_if_asked_late``). At SLURM's signal the job
-is queued again then, too, because the rest of the script has not run.
+- A command of one rank that writes its report gives up the rest and ends with 130 or 143. With
+  several ranks, and between the last batch of the test and the report, the command ends with 0, and
+  waits for its mirror for 8 s at most.
+- In a script ``teardown`` gives the handlers back, and then raises ``Stopped`` if a signal came
+  until then (``Ending.stop_if_asked_late``). At SLURM's signal the job is queued again then, too,
+  because the rest of the script has not run.
+- Where an error has ended the run before the stop, the error is what the script gets. One that
+  catches it trains on; a line says that it is not asked to stop any more.
 """

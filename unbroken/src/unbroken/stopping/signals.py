@@ -337,7 +337,9 @@ def _handle(number: int, frame: FrameType | None) -> None:
     if state.phase in (Phase.STARTS, Phase.SAVED):
         raise Stopped(as_stop(state.requested))
     if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
-        told = f"\n{signal.Signals(number).name}: saving, then stopping ...\n"
+        name = signal.Signals(number).name
+        # Whether it is saved is told when it is: some runs save nothing.
+        told = f"\n{name}: finishing what is under way, then stopping ...\n"
         # The stream may be closed.
         with suppress(OSError, AttributeError):
             # Not print(): a signal may interrupt it, and it cannot call itself.

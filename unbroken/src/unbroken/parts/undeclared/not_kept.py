@@ -13,7 +13,16 @@ from torch import Tensor
 from unbroken.holding.bounds import LAST_ENTRIES, MOST_BYTES_COMPARED
 from unbroken.holding.walk import ROWS, entries_of
 from unbroken.lightning_internals import version_of
-from unbroken.parts.held import LOADERS, OF_MODULES, Held, Identity, Length, Unkept, is_iterator
+from unbroken.parts.held import (
+    LOADERS,
+    OF_MODULES,
+    Entries,
+    Held,
+    Identity,
+    Length,
+    Unkept,
+    is_iterator,
+)
 from unbroken.parts.plain_values import copied, is_plain_tensor, is_single
 from unbroken.tensors.same_values import is_same
 
@@ -150,6 +159,8 @@ class NotKept:
         if isinstance(each.value, float) and is_of_a_clock(each.value):
             return False
         now = evidence_of(each.value)
+        if name in self._fresh and isinstance(now, Entries):
+            return not self._fresh[name].by_key.items() <= now.by_key.items()
         if name in self._fresh:
             return bool(self._fresh[name] != now)
         # Lightning makes empty hyperparameters where it saves some.
@@ -177,7 +188,7 @@ def what_it_is(held: Held, each: Unkept) -> str:
     """The class of the attribute, in words."""
     top = held.unkept.get(each.attribute, each)
     value = top.value
-    if isinstance(value, Length):
+    if isinstance(value, Length | Entries):
         return "it is a list or dictionary"
     if isinstance(value, Identity):
         value = value.value
@@ -209,7 +220,7 @@ def evidence_of(value: Any) -> Any:
         return [len(entries), *map(evidence_of_entry, entries[-LAST_ENTRIES:])]
     if isinstance(value, Identity):
         return id(value.value)
-    if value is None or isinstance(value, Length | type):
+    if value is None or isinstance(value, Length | Entries | type):
         return value
     return copied(value) if is_single(value) else id(value)
 
