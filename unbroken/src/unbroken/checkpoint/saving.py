@@ -64,7 +64,7 @@ A ModelCheckpoint of the user's saves as ever, beside these two files.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -274,8 +274,10 @@ class Saving:
                 if is_last:
                     self._settle(trainer, save)
         elif is_last and self._own_folder.saves:
-            # A run resumes from the previous save. It must be on the disk.
-            self._refuse_to_end_unsaved()
+            # A run resumes from the previous save. It must be on the disk, and its best as well.
+            best_is_saved = partial(self._note_saved, None)
+            wait = partial(self._own_folder.files.wait_at_the_end, trainer, best_is_saved)
+            self._refuse_to_end_unsaved(wait)
         if is_last and (save is None or not save.can_be_resumed):
             self._tell_what_is_saved(trainer)
         self._following.is_new = False
@@ -407,24 +409,24 @@ class Saving:
         Raises:
             NotSaved: On all ranks, where that fails again.
         """
-        if self._trouble_after_waiting() is None:
+        wait = self._own_folder.files.wait
+        if self._trouble_after(wait) is None:
             return
         self._write_files(trainer, save)
-        self._refuse_to_end_unsaved()
+        self._refuse_to_end_unsaved(wait)
 
-    def _refuse_to_end_unsaved(self) -> None:
-        reason = self._trouble_after_waiting()
+    def _refuse_to_end_unsaved(self, wait: Callable[[], None]) -> None:
+        reason = self._trouble_after(wait)
         if reason is not None:
             raise NotSaved(f"the run has ended, and its last state is not saved: {reason}")
 
-    def _trouble_after_waiting(self) -> str | None:
+    def _trouble_after(self, wait: Callable[[], None]) -> str | None:
         """Wait for the disk. Returns why the newest save of any rank is not on it; None where all
         are. Every rank must call it.
         """
-        files = self._own_folder.files
         try:
-            files.wait()
-            mine = files.trouble.reason
+            wait()
+            mine = self._own_folder.files.trouble.reason
         except (UserError, NotPlain) as error:
             mine = str(error)
         return next((each for each in gather_from_ranks(mine, self._agreement.group) if each), None)

@@ -1,6 +1,7 @@
 """How the files of a run are written: whole, or not at all (a kill may cut an appended row)."""
 
 import contextlib
+import errno
 import os
 import shutil
 import sys
@@ -17,6 +18,18 @@ if sys.platform == "linux":
 FICLONE = 0x40049409
 # Bytes
 COPIED_AT_ONCE = 16 * 2**20
+# What systems answer that cannot open a folder, as Windows, or file systems that cannot flush one.
+# It is the same at each save, and says nothing of the disk.
+NO_FLUSH_OF_FOLDERS = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EISDIR,
+    errno.EBADF,
+    errno.EINVAL,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+}
 
 
 class NotWritten(UserError):
@@ -43,7 +56,8 @@ def written_atomically(path: Path) -> Iterator[Path]:
     place.
 
     Raises:
-        NotWritten: That failed, and what was there before is whole.
+        NotWritten: That failed, and what was there before is whole. Or all but the last failed, the
+            flush of the folder: the new file is there, and a power cut may undo that.
     """
     # Two commands of a machine may write the same file, so each process has a name of its own.
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -57,7 +71,13 @@ def written_atomically(path: Path) -> Iterator[Path]:
     except BaseException:
         remove(beside)
         raise
-    flush_folder(path.parent)
+    try:
+        flush_folder(path.parent)
+    except OSError as error:
+        raise NotWritten(
+            f"{path} could not be saved for good: {error.strerror or error}. It is whole, and a"
+            " power cut may bring back what was there before."
+        ) from error
 
 
 def not_written(path: Path, error: OSError) -> NotWritten:
@@ -145,13 +165,17 @@ def remove(path: Path) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Let a rename survive a power cut.
+    """Let a rename survive a power cut. Where a folder cannot be flushed, it is done without.
 
-    Windows and some file systems cannot open a folder; there it is done without.
+    Raises:
+        OSError: The disk has no room for the names in the folder, or fails.
     """
-    with contextlib.suppress(OSError):
+    try:
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
+    except OSError as error:
+        if error.errno not in NO_FLUSH_OF_FOLDERS:
+            raise

@@ -11,14 +11,16 @@ What may come between, and what follows (checkpoint/saving.py says when a run is
 - A bit of a file has flipped. A resume takes the other file, and a line says so (usable.py).
 - The disk takes no last. A line says so, the run goes on, and the next save of a last tries again.
 - The disk takes no best. A line says so; the new best waits in memory and is written at the next
-  save, before the last. As long as the disk refuses it, both files stay the ones before. Where
-  there is no memory for it, a line says that the best stays an older one, and a resume looks for
-  the best anew.
+  save, before the last, or where the run stops without a further save. As long as the disk refuses
+  it, both files stay the ones before. Where there is no memory for it, a line says that the best
+  stays an older one, and a resume looks for the best anew.
 - The disk takes a best, and not its copy as last. A line says so, and the next save tries again.
 - The disk does not take the last save of a run, even at a second try. The run ends with NotSaved; a
   resume starts from the last before. (Where a run stops inside an epoch in which its loader cannot
   start, only a new best is saved then; where a validation has changed weights, nothing is. If the
-  save before has failed, that one is not tried again, and the run ends with NotSaved.)
+  save of a last before has failed, that one is not tried again, and the run ends with NotSaved.)
+- A file is renamed, and the disk fails as its folder is flushed. That counts as not taken: a power
+  cut may undo the rename. File systems that cannot flush a folder at all are no such disk.
 - No file can hold the state. The run ends with one line, on all ranks; the files stay the ones
   before.
 - The first file cannot be read back. The run ends with one line: at once where training writes the
@@ -121,6 +123,15 @@ class RunFiles:
         """Wait until the save that is under way is on the disk, or has failed."""
         self._thread.wait()
 
+    def wait_at_the_end(self, trainer: Trainer, when_saved: Callable[[], None]) -> None:
+        """Wait, where a run ends and nothing more is saved. A best that the disk did not take is
+        tried once more; ``when_saved`` is called where it is on the disk then.
+        """
+        self.wait()
+        if self._waiting_best is not None:
+            job = WriteJob(self._io_of(trainer), self.best, None, when_saved)
+            self._to_disk(job, self._waiting_best, is_copy=True)
+
     def let_go(self) -> None:
         """Give back the memory of the copy. The next large save takes new memory."""
         self._staging = Staging()
@@ -177,8 +188,7 @@ class RunFiles:
                 cannot be saved, or where the previous save has failed for such a reason.
         """
         begun = time.perf_counter()
-        theirs = trainer.strategy.checkpoint_io
-        io = theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
+        io = self._io_of(trainer)
         job = WriteJob(io, target, copied_to, when_saved)
         maker = CheckpointMaker(trainer, add_state)
         # Even if the previous save has failed, this one is made: the other ranks wait for it there.
@@ -204,6 +214,10 @@ class RunFiles:
         if failures:
             reason = failures[0].rstrip(".")
             raise UserError(f"{reason}. The run has stopped; what its folder holds is whole.")
+
+    def _io_of(self, trainer: Trainer) -> AtomicCheckpointIO:
+        theirs = trainer.strategy.checkpoint_io
+        return theirs if isinstance(theirs, AtomicCheckpointIO) else self._own_io
 
     def _wait_for_previous_save(self) -> str | None:
         """Wait for the previous save, because it has memory for a whole state. Returns why the run

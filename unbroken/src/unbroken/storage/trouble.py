@@ -27,7 +27,8 @@ class Trouble:
         """Something could not be written. The first of several is told."""
         if self.reason is None:
             now = time.strftime("%H:%M:%S")
-            say(f"since {now} {self._begins}: {reason} The run goes on, and tries again.")
+            # It may be the run's last save, behind which it does not go on.
+            say(f"since {now} {self._begins}: {reason} The run tries again.")
         self.reason = reason
 
     def end(self) -> None:
