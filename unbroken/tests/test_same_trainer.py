@@ -374,6 +374,16 @@ def test_what_is_saved_is_asked_for_at_a_save_and_never_else(
     assert counts.asked == len(saves) > 2
 
 
+def test_a_script_whose_run_is_saved_ends_well_without_its_digests(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("r/digests.csv").mkdir(parents=True)
+    keep = ExactCheckpoint("r")
+    trainer_of(keep).fit(Regression())
+    assert checkpoint(keep.last_path)["global_step"] == 6
+    assert "digests.csv could not be saved" in capsys.readouterr().out
+
+
 def test_a_scripts_run_that_has_ended_is_listed_as_finished(workplace: Path) -> None:
     trainer_of(ExactCheckpoint("ended")).fit(Regression())
     with pytest.raises(SIGTERMException):

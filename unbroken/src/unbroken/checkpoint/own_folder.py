@@ -18,6 +18,7 @@ from unbroken.run_folder import (
     refuse_checkpoints_of_others,
 )
 from unbroken.stopping.ranks import say
+from unbroken.storage.files import NotWritten, write_atomically
 from unbroken.storage.run_files import RunFiles
 
 
@@ -106,11 +107,16 @@ class OwnFolder:
 
     def training_is_over(self, links: Sequence[Link]) -> None:
         """Leave the digests of a script's run, and a sign: the list of runs has no other that it
-        has come to its end. Of a command's run, whoever made the folder leaves both.
+        has come to its end. Of a command's run, whoever made the folder leaves both. Where the disk
+        takes neither, a line says so: the run is saved.
         """
-        if self._lock is not None:
+        if self._lock is None:
+            return
+        try:
             write_digests(links, self.path)
-            (self.path / ENDED).touch()
+            write_atomically("", self.path / ENDED)
+        except NotWritten as error:
+            say(f"{error} The training is complete, and its last state is saved.")
 
     def finish_mirror(self, seconds: float | None) -> None:
         """Bring the last save over, unless whoever made the folder does so."""
