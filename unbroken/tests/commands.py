@@ -430,9 +430,8 @@ def assert_same_run(one: Path, other: Path, ignores: tuple[str, ...] = ()) -> No
     assert rows(one) == rows(other)
 
 
-def without_measured(state: dict[str, Any]) -> dict[str, Any]:
+def without_measured(state: dict[str, Any], measured: tuple[str, ...] = TIMED) -> dict[str, Any]:
     """A checkpoint's state without the time and memory that monitors measured in its run."""
-    measured = ("throughput/", "memory/")
     kept = {
         part: {name: x for name, x in state[part].items() if not name.startswith(measured)}
         for part in ("callback_metrics", "logged_metrics", "progress_bar_metrics")

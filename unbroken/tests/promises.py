@@ -22,6 +22,10 @@ from unbroken.storage.checkpoint_files import read
 from tests.commands import assert_same_run, complete, rows, run_ranks, summary
 
 ROOT = Path(__file__).parents[2]
+# PYTHONPATH of a process that needs the library's tests and the program that they run
+SEARCHED = os.pathsep.join(
+    str(each) for each in (ROOT / "unbroken", ROOT / "unbroken" / "tests", ROOT)
+)
 EXIT_CODES = {"SIGTERM": 143, "SIGINT": 130, "SIGKILL": -9}
 
 

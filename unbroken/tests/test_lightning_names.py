@@ -12,7 +12,7 @@ import pytest
 from unbroken.lightning_names import name_in_lightning
 
 from tests.commands import assert_same_run, complete, summary
-from tests.promises import ROOT, environment
+from tests.promises import ROOT, SEARCHED, environment
 
 THEIRS = "tests.written_for_pytorch_lightning"
 SWITCHED_ON = "from unbroken.lightning_names import alias; alias()\n"
@@ -38,11 +38,11 @@ def python_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     if request.param == "installed":
         if importlib.util.find_spec("pytorch_lightning") is None:
             pytest.skip("the package pytorch_lightning is not installed")
-        return str(ROOT)
+        return SEARCHED
     folder = tmp_path_factory.mktemp("not_installed")
     (folder / "not_installed.py").write_text(NOT_INSTALLED)
     (folder / "sitecustomize.py").write_text("import not_installed")
-    return f"{folder}:{ROOT}"
+    return f"{folder}:{SEARCHED}"
 
 
 def mostly(quick: str) -> pytest.MarkDecorator:
@@ -58,7 +58,7 @@ def python(
     code: str, *arguments: str, python_path: str, fresh: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run Python code in a process with this search path."""
-    if python_path != str(ROOT):
+    if python_path != SEARCHED:
         code = f"import not_installed\n{code}"
     return complete(
         [sys.executable, "-c", code, *arguments],
@@ -80,7 +80,7 @@ def test_without_the_other_names_the_package_is_missing_where_it_is_not_installe
     python_path: str,
 ) -> None:
     done = python("import pytorch_lightning", python_path=python_path, fresh=True)
-    assert (done.returncode == 0) == (python_path == str(ROOT))
+    assert (done.returncode == 0) == (python_path == SEARCHED)
 
 
 def test_every_module_is_the_same_object_under_both_names(python_path: str) -> None:
@@ -188,7 +188,7 @@ keep = ExactCheckpoint({str(tmp_path / "run")!r})
 trainer = pytorch_lightning.Trainer(callbacks=[keep], logger=False, accelerator="cpu")
 trainer.fit(BoringModel())
 """
-    done = python(code, python_path=str(ROOT), fresh=True)
+    done = python(code, python_path=SEARCHED, fresh=True)
     assert done.returncode == 1
     assert "pytorch_lightning was imported before unbroken" in done.stderr
     assert "ExactCheckpoint cannot resume a Trainer of pytorch_lightning" in done.stderr

@@ -23,7 +23,7 @@ from tests.commands import (
     summary,
     wait_for,
 )
-from tests.promises import ROOT
+from tests.promises import SEARCHED
 from tests.store_servers import KINDS, Server, free_port, python_with_stores, sftp
 
 pytestmark = pytest.mark.nightly
@@ -36,7 +36,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("undisturbed")
     words = [python_with_stores(), "-m", "tests.mirrored", *FLAGS, "--run_name", "run"]
     # It is made before a test sets its environment.
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
+    env = {**os.environ, "PYTHONPATH": SEARCHED, "WANDB_MODE": "disabled"}
     done = complete(words, cwd=place, env=env)
     assert done.returncode == 0, done.stderr
     return place / "checkpoints" / "run"

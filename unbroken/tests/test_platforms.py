@@ -19,7 +19,7 @@ import unbroken
 
 from tests.commands import complete
 from tests.other_systems import VALUES
-from tests.promises import ROOT
+from tests.promises import SEARCHED
 
 FIT = ["--model", "tests.other_tasks.TestedAutoEncoder", "--data", "tests.other_tasks.NoisyWaves"]
 FIT += ["--monitor", "val_loss", "--mode", "min", "--limit_train_batches", "6"]
@@ -85,7 +85,7 @@ def draw_digit(path: Path) -> None:
 def python(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a Python in which the names are hidden from the start."""
     plug_in = place / "plug_in"
-    environment = {**os.environ, "PYTHONPATH": f"{plug_in}{os.pathsep}{ROOT}"}
+    environment = {**os.environ, "PYTHONPATH": f"{plug_in}{os.pathsep}{SEARCHED}"}
     return complete(
         [sys.executable, *words], timeout=280, cwd=place, env=environment, start_up=plug_in
     )

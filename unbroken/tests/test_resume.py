@@ -150,7 +150,9 @@ def test_a_checkpoint_of_a_version_that_kept_less_goes_on(workplace: Path) -> No
         del older["run"]["state"][name]
     older["run"]["state"]["outline"] = outline(older)
     torch.save(older, path)
-    assert fit.main(["--run_name", "older", "--ckpt_path", "last", "--max_epochs", "2"]) == 0
+    flags = ["--run_name", "older", "--ckpt_path", "last", "--max_epochs", "2"]
+    # Whoever changes a file breaks its seal.
+    assert fit.main([*flags, "--trust_checkpoint", "true"]) == 0
     assert summary(path.parent)["epochs"] == 2
 
 

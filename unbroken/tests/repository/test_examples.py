@@ -7,13 +7,13 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 import tokenize
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import unbroken
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
@@ -341,7 +341,7 @@ def test_an_example_runs_under_a_plain_trainer_on_data_that_it_makes_up(
         return
     (metrics,) = cli.trainer.test(cli.model, cli.datamodule, verbose=False)
     metric, bound = reached
-    if cli.model.mode == "min":
+    if metric == "test/mae":
         assert metrics[metric] <= bound
     else:
         assert metrics[metric] >= bound
@@ -390,7 +390,10 @@ def environment_with(folder: Path, *packages: str) -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "of_the_tests.pth").write_text(sysconfig.get_path("purelib"))
+    # A file like this is read in a site of the environment alone: the library may lie elsewhere.
+    searched = [each for each in sys.path if each.endswith("site-packages")]
+    searched.append(str(Path(unbroken.__file__).parents[1]))
+    (site / "of_the_tests.pth").write_text("\n".join(searched))
     installs = [str(python), "-m", "pip", "install", "--quiet", *packages]
     subprocess.run(installs, check=True)
     return python
@@ -405,8 +408,9 @@ def test_an_example_passes_where_its_package_is_installed(
     """Its tests, and those of its commands in the pages."""
     python = environment_with(tmp_path / "venv", NEEDS[name])
     plain = "test_an_example_runs_under_a_plain_trainer_on_data_that_it_makes_up"
-    chosen = [f"tests/test_examples.py::{test}" for test in (suite, f"{plain}[{name}]")]
-    chosen += ["tests/test_readme.py", "-m", "nightly or not nightly"]
+    folder = "unbroken/tests/repository"
+    chosen = [f"{folder}/test_examples.py::{test}" for test in (suite, f"{plain}[{name}]")]
+    chosen += [f"{folder}/test_readme.py", "-m", "nightly or not nightly"]
     chosen += ["-k", f"{suite} or {plain} or {name}.yaml"]
     words = [str(python), "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", *chosen]
     inherited = environment()

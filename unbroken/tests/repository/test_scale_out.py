@@ -29,7 +29,7 @@ from unbroken.storage.checkpoint_files import read
 
 from project.fit import job as fit
 from tests.commands import TORCHRUN, rows
-from tests.promises import ROOT
+from tests.promises import ROOT, SEARCHED
 
 ANY_TORCHRUN = [sys.executable, *TORCHRUN[:2]]
 TIMEOUT = 200
@@ -69,7 +69,7 @@ def environment(**more: str) -> dict[str, str]:
     kept["WANDB_MODE"] = "disabled"
     # With the same number of threads everywhere, sums are added in the same order.
     kept["OMP_NUM_THREADS"] = "2"
-    kept["PYTHONPATH"] = str(ROOT)
+    kept["PYTHONPATH"] = SEARCHED
     return {**kept, **more}
 
 

@@ -105,7 +105,8 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
    before) and before the optimizers' states are; ``on_train_start`` and ``on_train_epoch_start``
    run after everything. What these two and ``on_fit_start`` change of saved values is undone
    (before_hooks.py; attributes by parts/undeclared/attributes.py), and what nobody saves stays as
-   they set it. ``train_dataloader`` and ``on_train_epoch_start`` draw what they drew before the
+   they set it. Where ``on_fit_start`` and ``on_train_start`` look at batches, these are of epoch 0,
+   as in the first start (``RunLoaders.resume_at``). ``train_dataloader`` and ``on_train_epoch_start`` draw what they drew before the
    save (``BeforeHooksOfEpoch`` in parts/generators.py). The sanity check, and hooks of batches and
    validations that are done, are not called.
 
@@ -268,7 +269,7 @@ class Restoring:
         mend_states_of_lightnings_callbacks(trainer, checkpoint["callbacks"])
         saved = record_in(checkpoint)
         if saved.get("state") is None:
-            self._loading.data_start = start_of_anothers(checkpoint)
+            self._loading.resume_at(start_of_anothers(checkpoint))
             self._lines.append(
                 "that checkpoint was not saved between two steps: the resume is not exact."
             )
@@ -296,7 +297,7 @@ class Restoring:
         trainer.num_sanity_val_steps = 0
         self._own_folder.take_run_id(resume.run_id)
         self._kept.chain.resumed_at = [*saved.get("resumed_at", []), self.loaded_step]
-        self._loading.data_start = resume.data_start
+        self._loading.resume_at(resume.data_start)
         # Loaders are made before everything else is given back.
         objects = self._kept.objects
         objects.give_back_early(trainer, resume.mine(trainer).get(objects.name, {}))
@@ -433,6 +434,7 @@ class Restoring:
         self._kept.settings.begin(trainer)
         self._kept.data_sets.begin()
         self._kept.validation_samples.begin(trainer)
+        self._loading.hooks_of_start_are_done()
         if resume is not None:
             self._prepare_epoch(trainer, resume)
         if not self._loading.read_early:

@@ -59,6 +59,18 @@ class RunLoaders:
         # Whether training's loaders are made anew for later epochs, and whether these were.
         self._reloads = False
         self._is_reloaded = False
+        # Whether a resumed run calls the hooks of the training's start again. They may look at
+        # batches: at those of the first epoch, as in the run's first start.
+        self._starts_again = False
+
+    def resume_at(self, start: DataStart) -> None:
+        """A checkpoint was read: training will start there, behind the hooks of its start."""
+        self.data_start = start
+        self._starts_again = True
+
+    def hooks_of_start_are_done(self) -> None:
+        """From now on whoever reads a loader gets batches of the Trainer's epoch."""
+        self._starts_again = False
 
     def install(self, seams: Seams, trainer: Trainer) -> None:
         """From now on the trainer's loaders pass through here."""
@@ -106,7 +118,7 @@ class RunLoaders:
             self.shares.settle(loader, found, form, trainer)
         position = position_of(found)
         position.seeds = seeds
-        position.epoch_now = lambda: trainer.current_epoch
+        position.epoch_now = lambda: 0 if self._starts_again else trainer.current_epoch
         if trainer.training:
             position.batches_now = lambda: batches_taken(trainer)
             self._add(found, position)
@@ -163,6 +175,8 @@ class RunLoaders:
         self.positions.append(position)
         self.read_early = self.read_early or sized_len(loader) is None
         if self.read_early:
+            # Lightning reads them before the hooks of the start.
+            self._starts_again = False
             self.begin()
         for each in self.positions:
             each.cycles = len(self.positions) > 1
