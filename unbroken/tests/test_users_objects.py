@@ -1649,6 +1649,41 @@ def test_what_code_keeps_beside_objects_is_left_to_who_saves_it(
     assert "begins anew with" not in told(capsys)
 
 
+class ItsOwnIterator(IterableDataset[Any]):
+    """A stream with a state, which goes on itself when it is asked for the next sample."""
+
+    def __init__(self) -> None:
+        self.place = 0
+
+    def __iter__(self) -> Any:
+        self.place %= 16
+        return self
+
+    def __next__(self) -> Any:
+        if self.place == 16:
+            raise StopIteration
+        self.place += 1
+        return [torch.full((1,), float(self.place))]
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class ReadsAStream(Plain):
+    def train_dataloader(self) -> Any:
+        return DataLoader(ItsOwnIterator(), 4)
+
+
+def test_a_stream_that_is_its_own_iterator_is_the_loaders(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained(tmp_path, ReadsAStream(), max_epochs=2, reload_dataloaders_every_n_epochs=0)
+    assert "begins anew with" not in told(capsys)
+
+
 def test_a_cache_in_a_global_variable_may_grow(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1721,6 +1756,20 @@ class SharesTwoBuffers(Scaled):
         return self.one.sum()
 
 
+class ItsOwnNumbers(Iterator[float]):
+    count = 0
+
+    def __next__(self) -> float:
+        self.count += 1
+        return 1 / self.count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
 class ReplacesAGenerator(Scaled):
     """By one that draws other bits, in each epoch."""
 
@@ -1733,6 +1782,17 @@ class ReplacesAGenerator(Scaled):
 
     def scale(self, batch: Any) -> Any:
         return self.rng.random()
+
+
+class AsksAnIterator(Scaled):
+    """Keeps one with a state."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.stream = ItsOwnNumbers()
+
+    def scale(self, batch: Any) -> Any:
+        return next(self.stream)
 
 
 class HasAGeneratorInItsClass(Scaled):
@@ -1914,6 +1974,7 @@ class UsesALayerAtTimes(Plain):
         AveragesBuffers,
         SharesTwoBuffers,
         ReplacesAGenerator,
+        AsksAnIterator,
         HasAGeneratorInItsClass,
         AccumulatesByHand,
         ChangesALayer,

@@ -836,8 +836,12 @@ def holds_leaves(value: Any) -> bool:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether a value goes on whenever it is asked, and cannot be told where it is."""
-    return isinstance(value, Iterator) and not isinstance(value, io.IOBase) and not is_plain(value)
+    """Whether a value goes on whenever it is asked, and cannot be told where it is. What declares a
+    state can, and a data set is the loader's.
+    """
+    if not isinstance(value, Iterator) or isinstance(value, io.IOBase | Dataset):
+        return False
+    return not is_plain(value) and not declares_state(value)
 
 
 def may_be_held(value: Any) -> bool:
