@@ -106,9 +106,10 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
    run after everything. What these two and ``on_fit_start`` change of saved values is undone
    (before_hooks.py; attributes by parts/undeclared/attributes.py), and what nobody saves stays as
    they set it. Where ``on_fit_start`` and ``on_train_start`` look at batches, these are of epoch 0,
-   as in the first start (``RunLoaders.resume_at``). ``train_dataloader`` and ``on_train_epoch_start`` draw what they drew before the
-   save (``BeforeHooksOfEpoch`` in parts/generators.py). The sanity check, and hooks of batches and
-   validations that are done, are not called.
+   as in the first start (``RunLoaders.resume_at``). ``train_dataloader`` and
+   ``on_train_epoch_start`` draw what they drew before the save (``BeforeHooksOfEpoch`` in
+   parts/generators.py). The sanity check, and hooks of batches and validations that are done, are
+   not called.
 
 The conditions:
 
