@@ -13,6 +13,7 @@ import builtins
 import errno
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -165,6 +166,8 @@ def _behave_as_windows() -> None:
     # not replace a file.
     os.symlink = _guarded(os.symlink, lambda *_, **__: False, errno.EINVAL)
     os.open = _guarded(os.open, lambda path, *_, **__: not os.path.isdir(path), errno.EACCES)
+    # Python's own rmtree opens folders only where that is possible.
+    shutil._use_fd_functions = False  # type: ignore[attr-defined]
     os.rename = _guarded(
         os.rename, lambda _, target, **__: not os.path.exists(target), errno.EEXIST
     )
