@@ -1728,8 +1728,32 @@ class Draws(Kept):
         return index + torch.rand(1, generator=self.generator) + torch.rand(1)
 
 
+class ReplacesItsGenerator(Kept):
+    """Draws from a generator that it has made of the one before."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(3)
+        seed = int(torch.randint(2**32, (), generator=self.generator))
+        self.generator = torch.Generator().manual_seed(seed)
+        return index + torch.rand(1, generator=self.generator)
+
+
 class Fails(Kept):
     """Raises an error of its own, which belongs to the training."""
+
+
+TWELVE_ROWS = TensorDataset(torch.arange(12.0))
+
+
+class CountsInASubset(Subset[Any]):
+    def __init__(self) -> None:
+        super().__init__(TWELVE_ROWS, range(12))
+        self.seen = 0
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.seen += 1
+        return [torch.tensor(float(self.seen)) for _ in indices]
 
 
 @pytest.mark.daily(7)
@@ -1745,6 +1769,8 @@ class Fails(Kept):
         (Queues, True),
         (QueuesOfTwo, True),
         (Sevenths, True),
+        (ReplacesItsGenerator, True),
+        (CountsInASubset, True),
         (Caches, False),
         (Draws, False),
         (Fails, False),
@@ -1765,6 +1791,26 @@ def test_a_set_whose_samples_depend_on_what_was_fetched_before_is_said(
     # It was tried in another process.
     assert vars(dataset) == vars(make())
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process is copied on Linux alone")
+def test_a_set_for_training_is_tried_beside_one_of_its_class_for_validation() -> None:
+    """The validation's is asked first, by the sanity check."""
+    loading = RunLoaders(seed=0)
+    loading.exact(DataLoader(Subset(Caches(), range(8)), 4), rank_of(0, 1, training=False))
+    loading.exact(DataLoader(Subset(Counts(), range(8)), 4), rank_of(0, 1))
+    expected = "the training data come from Subset, which gives other samples"
+    assert [line.startswith(expected) for line in loading.lines] == [True]
+    assert not loading.can_start_inside_epochs
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process is copied on Linux alone")
+def test_each_kind_of_set_that_validations_read_through_a_subset_is_tried() -> None:
+    loading = RunLoaders(seed=0)
+    for each in (Caches(), Counts()):
+        loading.exact(DataLoader(Subset(each, range(8)), 4), rank_of(0, 1, training=False))
+    expected = "a resume is not exact: validations read Subset, which gives other samples"
+    assert [line.startswith(expected) for line in loading.lines] == [True]
 
 
 class ReadsOn(Kept):

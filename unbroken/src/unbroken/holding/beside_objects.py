@@ -99,6 +99,21 @@ def _add_class(places: Places, name: str, kind: type) -> None:
             places.objects.append((path, vars(kind), attribute))
 
 
+def owner_beside_objects(path: str) -> Any:
+    """The user's module of this name, or the class in one; None where there is none."""
+    names = path.split(".")
+    for end in range(len(names), 0, -1):
+        name = ".".join(names[:end])
+        if name not in sys.modules:
+            continue
+        found: Any = sys.modules[name] if is_users_module(name) else None
+        for each in names[end:]:
+            inner = vars(found).get(each) if found is not None else None
+            found = inner if isinstance(inner, type) else None
+        return found
+    return None
+
+
 def _may_have_a_state(value: Any) -> bool:
     """Whether a value may change without another one in its place, and is the user's own or of a
     kind that has a state by nature.

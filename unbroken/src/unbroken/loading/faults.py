@@ -2,12 +2,14 @@
 training show.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from unbroken import contract
+from unbroken.holding.walk import Place, children_of, walk
 from unbroken.loading.exact_loader import ExactLoader
 from unbroken.loading.order_of_sampler import draws_as_torch_does
 from unbroken.loading.proof import OTHER_SAMPLES, Proof, fault_of_next_epoch, proved
@@ -32,8 +34,8 @@ class Faults:
         self._lines = lines
         # What trials have shown, by the loader's number in an epoch and the name of what was tried.
         self._proofs: dict[tuple[int, str], Proof] = {}
-        # The names of data sets that were fetched from twice.
-        self._fetched_twice: set[str] = set()
+        # The data sets that were fetched from twice: for training or not, and their classes.
+        self._fetched_twice: set[tuple[bool, str, frozenset[str]]] = set()
         # The names of what validations read and was tried.
         self._tried_validations: set[str] = set()
 
@@ -68,8 +70,10 @@ class Faults:
         name = type(loader.dataset).__name__
         if trainer.state.fn != "fit":
             return False
-        is_new = name not in self._fetched_twice
-        self._fetched_twice.add(name)
+        # One for training often draws or keeps what one of the same class for validation does not.
+        tried = (bool(trainer.training), name, names_of_data_sets_in(loader.dataset))
+        is_new = tried not in self._fetched_twice
+        self._fetched_twice.add(tried)
         mine = is_new and trainer.global_rank == 0 and gives_others_when_asked_again(loader)
         # Ranks may read sets of different classes.
         if not any(gather_from_ranks(mine)):
@@ -153,6 +157,19 @@ class Faults:
                 f"the validations of a resumed run are not exact: {name} {OTHER_SAMPLES} (it may go"
                 " on from one validation to the next, or draw from a random generator of its own)."
             )
+
+
+def names_of_data_sets_in(dataset: Any) -> frozenset[str]:
+    """The classes of all data sets that one holds, such as a ``Subset`` does."""
+    found: set[str] = set()
+
+    def opened(place: Place) -> Iterable[Place]:
+        if isinstance(place.value, Dataset):
+            found.add(type(place.value).__qualname__)
+        return children_of(place)
+
+    walk([Place("", dataset)], opened)
+    return frozenset(found)
 
 
 def _has_known_order(source: Any) -> bool:

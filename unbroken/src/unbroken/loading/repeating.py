@@ -3,7 +3,8 @@
 A resumed run has a data set that was made anew. It sees the same samples where each is a function
 of its key, the epoch, and the random numbers that are seeded for its batch. One that keeps a state
 gives others when it is asked again, such as a queue of patches or a count. Or it draws other random
-numbers then, such as a cache of samples that were changed at random: a new one draws them again.
+numbers then, such as a cache of samples that were changed at random: a new one draws them again. Or
+it depends on the samples before, such as by a generator that is made of the one before.
 """
 
 from __future__ import annotations
@@ -115,7 +116,8 @@ def _is_known_to_repeat(loader: ExactLoader) -> bool:
     library does it.
     """
     dataset: Any = loader.dataset
-    while isinstance(dataset, Subset):
+    # A class of the user's that is derived from it may change what it gives.
+    while type(dataset) is Subset:
         dataset = dataset.dataset
     collates = getattr(loader.collate_fn, "__module__", "")
     if not collates.startswith(WITHOUT_STATE):
@@ -151,18 +153,21 @@ class FetchedAgain(Dataset[bool]):
         second = others[0] if others else first
         # Samples alone, and not all in a row: a queue that takes a few is empty again after them.
         begin = time.monotonic()
-        of_first = self._fetched(_of_one_sample(first)).batch
-        of_second = self._fetched(_of_one_sample(second))
+        # A run that is not stopped fetches one after the other, and a resumed one begins with any.
+        goes_on = self._begun()
+        of_first = goes_on(_of_one_sample(first)).batch
+        of_second = goes_on(_of_one_sample(second))
         # These draws are compared, because the first fetch of all may draw for what it makes, such
         # as a connection.
-        pairs: list[Any] = [(of_second, self._fetched(_of_one_sample(second)))]
-        pairs.append((of_first, self._fetched(_of_one_sample(first)).batch))
+        pairs: list[Any] = [(of_second, self._begun()(_of_one_sample(second)))]
+        pairs.append((of_first, self._begun()(_of_one_sample(first)).batch))
         seconds_of_a_sample = (time.monotonic() - begin) / 4
         if 2 * seconds_of_a_sample * _samples_of(first) <= SECONDS_FOR_A_BATCH:
-            pairs.append((self._fetched(first), self._fetched(first)))
+            pairs.append((self._begun()(first), self._begun()(first)))
         return all(is_same(one, other) for one, other in pairs)
 
-    def _fetched(self, request: Request) -> Fetched:
+    def _begun(self) -> Callable[[Request], Fetched]:
+        """Fetches as a process does that begins an epoch."""
         original: Any = self.loader.exact_fetching.dataset
         draws: list[Any] = []
 
@@ -173,8 +178,12 @@ class FetchedAgain(Dataset[bool]):
             return batch
 
         fetch = dataclasses.replace(original, collate=collate)
-        # Some data sets fill the same tensor again.
-        return Fetched(copy.deepcopy(fetch[request]), draws)
+
+        def fetched(request: Request) -> Fetched:
+            # Some data sets fill the same tensor again.
+            return Fetched(copy.deepcopy(fetch[request]), copy.copy(draws))
+
+        return fetched
 
 
 def _of_one_sample(request: Request) -> Request:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch import Trainer
+from unbroken.holding.beside_objects import owner_beside_objects
 from unbroken.loading.own_generators import (
     can_be_restored,
     has_the_same_children,
@@ -71,6 +72,8 @@ class OwnGenerators(Part):
             owner_path, _, attribute = path.rpartition(".")
             owner = owners.get(owner_path)
             found = self._objects.held.generators.get(path)
+            if owner is None:
+                owner = _owner_of_late_one(owner_path, attribute, found)
             # A hook may have put another one there since the walk.
             now = found if owner is None else getattr(owner, attribute, None)
             if can_be_restored(now, kind, state) and has_the_same_children(now, state):
@@ -86,6 +89,15 @@ class OwnGenerators(Part):
             elif path not in self._told:
                 self._told.add(path)
                 say(f"the resume is not exact: {path} was a {kind}, which cannot be made here.")
+
+
+def _owner_of_late_one(path: str, name: str, found: Any) -> Any:
+    """The user's module, or class, in which training makes a generator late: as a first step asks
+    for it. Here none was found when the walk came by.
+    """
+    owner = owner_beside_objects(path) if found is None else None
+    is_variable = owner is not None and name in vars(owner)
+    return owner if is_variable else None
 
 
 class BeforeHooksOfEpoch(Note):
