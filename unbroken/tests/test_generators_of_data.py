@@ -8,7 +8,8 @@ import functools
 import random
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -187,6 +188,14 @@ TOLD = {
 WORKERS = (0, 2)
 # Steps after which a run is stopped, by the epoch in which they are.
 STOPS = {"first_epoch": 3, "second_epoch": 9}
+DAILY = (
+    ("torch_generator", "gather", 0, "second_epoch"),
+    ("global_made_late", "getitems", 0, "first_epoch"),
+    ("global_made_late", "gather", 2, "second_epoch"),
+    ("transforms", "getitem", 0, "second_epoch"),
+    ("wrapped_made_late", "getitem", 0, "first_epoch"),
+    ("child_for_each", "getitem", 0, "second_epoch"),
+)
 
 
 # A training
@@ -292,11 +301,16 @@ def resumed(asked: str, name: str, workers: int, step: int) -> Trained:
     return train("stopped", asked, name, workers)
 
 
-@pytest.mark.daily(5)
-@pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("name", EXACT)
+def cells(names: Iterable[str]) -> list[Any]:
+    """All of the table. Few are tried with every change, the others nightly."""
+    found: list[Any] = []
+    for cell in product(names, ASKED, WORKERS, STOPS):
+        marks = () if cell in DAILY else pytest.mark.nightly
+        found.append(pytest.param(*cell, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "asked", "workers", "stop"), cells(EXACT))
 def test_a_resumed_run_sees_the_batches_of_one_that_was_not_stopped(
     name: str,
     asked: str,
@@ -316,12 +330,8 @@ def test_a_resumed_run_sees_the_batches_of_one_that_was_not_stopped(
     assert "exact" not in said(capsys)
 
 
-@pytest.mark.daily(1)
 @pytest.mark.skipif(sys.platform != "linux", reason="a process is copied on Linux alone")
-@pytest.mark.parametrize("stop", STOPS)
-@pytest.mark.parametrize("workers", WORKERS)
-@pytest.mark.parametrize("asked", ASKED)
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize(("name", "asked", "workers", "stop"), cells(TOLD))
 def test_children_that_are_counted_are_told_and_a_resumed_run_begins_with_an_epoch(
     name: str,
     asked: str,

@@ -427,7 +427,7 @@ def test_a_checkpoint_of_somebody_elses_package_is_used_only_where_that_is_allow
         entry.exit_code(partial(predict.main, "numerals"), [*words, "--trust_checkpoint", "true"])
         == 2
     )
-    assert "one plain colour, no digit in it" in capsys.readouterr().err
+    assert "one plain colour, nothing drawn in it" in capsys.readouterr().err
 
 
 def test_each_file_is_taken_once_and_hidden_ones_are_not(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from unbroken.monitors.throughput import ThroughputMonitor
 
 from tests.commands import run
 from tests.monitored import Linear, Points, make_trainer, one_thread  # noqa: F401 - the fixture of every test here
+from tests.promises import ROOT, SEARCHED
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -217,8 +218,7 @@ def test_a_schedule_that_makes_no_sense_is_refused(name, value):
 
 @pytest.mark.nightly
 def test_the_profile_config_works_as_its_first_lines_say(tmp_path):
-    root = Path(__file__).parents[1]
-    config = root / "configs" / "profile.yaml"
+    config = ROOT / "configs" / "profile.yaml"
     flags = [
         "--config",
         str(config),
@@ -230,7 +230,7 @@ def test_the_profile_config_works_as_its_first_lines_say(tmp_path):
         "20",
     ]
     flags += ["--run_name", "profiled", "--data.batch_size", "32"]
-    env = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": str(root)}
+    env = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": SEARCHED}
     ended = run("fit", *flags, cwd=tmp_path, env=env)
     assert ended.returncode == 0, ended.stderr
     folder = tmp_path / "checkpoints" / "profiled"
