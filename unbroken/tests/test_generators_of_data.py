@@ -254,6 +254,12 @@ class Trained(NamedTuple):
     weights: dict[str, Tensor]
 
 
+def forget_those_made_late() -> None:
+    global made_late
+    made_late = None
+    OfClass.late = None
+
+
 def train(
     folder: str,
     asked: str,
@@ -263,9 +269,7 @@ def train(
     make: type[Learns] = Learns,
 ) -> Trained:
     """Train as a new process does, which has made no generator yet."""
-    global made_late
-    made_late = None
-    OfClass.late = None
+    forget_those_made_late()
     seed_everything(7, verbose=False)
     source = (EXACT | TOLD)[name]
     rows = ASKED[asked](source.draw, source.make())
@@ -283,7 +287,11 @@ def train(
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(module, loader, ckpt_path=keep.resume_from)
+    try:
+        trainer.fit(module, loader, ckpt_path=keep.resume_from)
+    finally:
+        # The runs of other tests in this process would keep them.
+        forget_those_made_late()
     return Trained(batches, module.state_dict())
 
 
