@@ -249,6 +249,12 @@ def differing(one: Path, other: Path) -> list[str]:
     )
 
 
+WEIGHTS_DIFFER = (
+    "the weights in memory: not what was saved. A bit has flipped, or code of yours has changed it"
+    " while it was loaded. The resume is not exact."
+)
+
+
 def trained(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.startswith((*TIMED, *MEASURED))}
 
@@ -271,8 +277,12 @@ def test_what_is_not_exact_is_said_in_one_line_and_goes_on(
     assert killed.returncode == -9, killed.stderr
     resumed = run("fit", *words)
     assert resumed.returncode == 0, resumed.stderr
-    said = [line for line in resumed.stdout.splitlines() if "resume is not exact with" in line]
-    assert said == [f"a resume is not exact with {name}: {NOT_EXACT[getattr(callbacks, name)]}."]
+    said = [line for line in resumed.stdout.splitlines() if "not exact" in line]
+    expected = [f"a resume is not exact with {name}: {NOT_EXACT[getattr(callbacks, name)]}."]
+    if name == "ModelPruning":
+        # Its hook of a save makes other weights of those in memory.
+        expected.append(WEIGHTS_DIFFER)
+    assert said == expected
 
 
 class Unplain(Callback):

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from unbroken.holding.users_modules import is_users_module
 from unbroken.holding.walk import BUILTINS, LEAVES
 
+# Of these a change is told: of the value itself, or of an entry that it holds.
 KINDS = {*LEAVES, *BUILTINS, defaultdict, Counter}
 # Of these a package's class counts as the user's own does.
 STATES = (Tensor, np.ndarray, set, nn.Module, Optimizer, Iterator)
