@@ -112,13 +112,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for several in variants_of(items).values():
         for item in left_for_the_night(several):
             item.add_marker(pytest.mark.nightly)
+    forget_marks_of_functions(items)
 
     left_out = [item for item in items if item.get_closest_marker("nightly")]
     if is_nightly(config):
         part, count = os.environ.get("NIGHTLY_PART", "1/1").split("/")
         del left_out[int(part) - 1 :: int(count)]
     if left_out:
-        items[:] = [item for item in items if item not in left_out]
+        names = {item.nodeid for item in left_out}
+        items[:] = [item for item in items if item.nodeid not in names]
         config.hook.pytest_deselected(items=left_out)
 
     # torch is imported here, and not above, because it takes seconds.
@@ -152,6 +154,16 @@ def variants_of(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
         if item.get_closest_marker("daily") and not item.get_closest_marker("nightly"):
             found.setdefault(item.nodeid.partition("[")[0], []).append(item)
     return found
+
+
+def forget_marks_of_functions(items: list[pytest.Item]) -> None:
+    """Take the marks off the tests' functions. The items have them by now, and a run would look
+    through those of the functions in its module, whose tables are long, at every save.
+    """
+    for item in items:
+        if isinstance(item, pytest.Function):
+            function = getattr(item.function, "__func__", item.function)
+            vars(function).pop("pytestmark", None)
 
 
 def left_for_the_night(variants: list[pytest.Item]) -> list[pytest.Item]:

@@ -11,8 +11,6 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,6 +19,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+
+from tests.environments import make_environment_above
 
 PACKAGES = ["s3fs", "moto[server,s3]", "paramiko", "asyncssh", "adlfs"]
 HOST = "127.0.0.1"
@@ -66,21 +66,12 @@ def python_with_stores() -> str:
     if named:
         return named
     place = Path(tempfile.mkdtemp(prefix="stores-"))
-    subprocess.run([sys.executable, "-m", "venv", place], check=True)
-    (python,) = [*place.glob("bin/python"), *place.glob("Scripts/python.exe")]
-    found = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    here = sysconfig.get_path("purelib")
-    Path(found.stdout.strip(), "here.pth").write_text(f"import site; site.addsitedir({here!r})\n")
+    python = make_environment_above(place)
     installed = subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES], check=False)
     if installed.returncode:
         shutil.rmtree(place)
         pytest.skip("the packages of the stores cannot be installed here")
-    return str(python)
+    return python
 
 
 def free_port() -> int:

@@ -831,6 +831,39 @@ def test_slurms_signal_in_the_first_validation_queues_the_job_again(
     assert signal.getsignal(number) == before
 
 
+class StreamsAndAsks(AsksForAQueue):
+    """Nothing is saved inside its epochs."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(StreamOfRows(), 4)
+
+
+@pytest.mark.parametrize(("make", "expected"), [(AsksForAQueue, [0]), (StreamsAndAsks, [])])
+def test_a_queued_script_resumes_its_own_training_and_none_of_before(
+    make: Any, expected: list[int], workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ending, "requeue_job", lambda: None)
+    fit("r")
+    keep = ExactCheckpoint("r", requeue_signal=signal.SIGUSR1)
+    trainer = Trainer(max_epochs=1, accelerator="cpu", callbacks=[keep], logger=False)
+    with pytest.raises(Stopped):
+        trainer.fit(make(signal.SIGUSR1))
+    # Where nothing of this training is saved yet, the queued script starts anew, as this one did.
+    found = [checkpoint(path)["global_step"] for path in Path().rglob("hpc_ckpt_*")]
+    assert found == expected
+
+
+def test_a_stop_is_saved_where_the_program_has_closed_its_streams(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("stdout", "stderr"):
+        with Path(name).open("w") as closed:
+            monkeypatch.setattr(sys, name, closed)
+    with pytest.raises(Stopped):
+        fit("r", AsksToStop(7))
+    assert checkpoint(Path("r/last.ckpt"))["global_step"] == 8
+
+
 class Stateless(LightningDataModule):
     """Its state_dict returns nothing, which Lightning accepts."""
 

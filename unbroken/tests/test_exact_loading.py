@@ -1793,6 +1793,38 @@ def test_a_set_whose_samples_depend_on_what_was_fetched_before_is_said(
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Graph:
+    """A sample that compares only who it is."""
+
+    def __init__(self, index: int) -> None:
+        self.nodes = torch.full((index % 3 + 1,), float(index))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Graphs(Kept):
+    def __getitem__(self, index: int) -> Any:
+        return Graph(index)
+
+
+class CountedGraphs(Kept):
+    def __getitem__(self, index: int) -> Any:
+        self.seen += 1
+        return Graph(index + self.seen)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process is copied on Linux alone")
+@pytest.mark.parametrize(("make", "is_told"), [(Graphs, False), (CountedGraphs, True)])
+def test_samples_that_are_objects_are_compared_by_what_they_hold(make: Any, is_told: bool) -> None:
+    loading = RunLoaders(seed=0)
+    loading.exact(DataLoader(make(), 4, collate_fn=list), rank_of(0, 1))
+    assert len(loading.lines) == is_told
+    assert loading.can_start_inside_epochs is not is_told
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="a process is copied on Linux alone")
 def test_a_set_for_training_is_tried_beside_one_of_its_class_for_validation() -> None:
     """The validation's is asked first, by the sanity check."""

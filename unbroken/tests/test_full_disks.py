@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.interval import Interval
+from unbroken.checkpoint.kept import KeptParts
 from unbroken.cli import start as command
 from unbroken.storage import run_files
 from unbroken.storage.files import NotWritten, copy_atomically, write_atomically
@@ -338,6 +339,46 @@ def test_what_a_run_tells_and_leaves_is_true_wherever_and_as_long_as_a_disk_is_f
     check(case, tmp_path, disk, os.strerror(errno.ENOSPC), capsys, place == "folder")
     assert set(disk.refused) <= set(case.refuses)
     assert disk.refused != []
+
+
+@pytest.mark.usefixtures("_writes")
+def test_what_one_training_could_not_save_is_none_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell of a notebook is run again, with the same callback."""
+    case = CASES["best alone, stopped"]
+    disk = FailingDisk(tmp_path, "middle", errno.ENOSPC, case.refuses)
+    disk.watch(monkeypatch)
+    keep = keeping(tmp_path)
+    plan = case.plan(disk)
+    assert fit(keep, plan) == 1
+    disk.mend()
+    # It stops inside the next epoch, where nothing is saved.
+    assert fit(keep, Plan(stops=5, streams=True)) == 143
+    check_folder(tmp_path, 4, 4, plan.weights)
+
+
+@pytest.mark.usefixtures("_writes")
+def test_a_best_that_has_waited_is_written_behind_the_rows_of_its_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES["best alone, mended at the stop"]
+    disk = FailingDisk(tmp_path, "middle", errno.ENOSPC, case.refuses)
+    disk.watch(monkeypatch)
+    refused: list[str] = []
+    kept_flush = KeptParts.flush
+
+    def flush(parts: KeptParts) -> None:
+        if disk.refused and not refused:
+            refused.append("metrics.csv")
+            raise NotWritten("metrics.csv is not written.")
+        kept_flush(parts)
+
+    monkeypatch.setattr(KeptParts, "flush", flush)
+    plan = case.plan(disk)
+    assert fit(keeping(tmp_path), plan) == 1
+    assert refused == ["metrics.csv"]
+    check_folder(tmp_path, 4, 4, plan.weights)
 
 
 # What a device, a file system that has become read-only, a quota and rights answer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import io
 import itertools
+import weakref
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from unbroken.errors import UserError
 from unbroken.parts.plain_values import copied, is_plain, is_unchanged
 from unbroken.parts.remade import Remaking
@@ -281,3 +282,71 @@ NAN = float("nan")
 )
 def test_tensors_that_hold_the_same_are_the_same(one: Any, other: Any, expected: bool) -> None:
     assert is_same(one, other) is expected
+
+
+class InSlots:
+    """A sample without a comparison, and without a dictionary."""
+
+    __slots__ = ("__secret", "x")
+
+    def __init__(self, x: float, secret: float = 0.0) -> None:
+        self.x = torch.tensor([x])
+        self.__secret = secret
+
+
+class ComparesWhoItIs:
+    """As a graph of torch_geometric does."""
+
+    def __init__(self, x: float) -> None:
+        self.x = torch.tensor([x])
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass
+class OfTensors:
+    """Its comparison fails: that of two tensors is no single answer."""
+
+    x: Tensor
+
+
+class HoldsItself:
+    def __init__(self, x: float) -> None:
+        self.x = x
+        self.me = self
+        self.method = self.again
+        self.parent = weakref.ref(self)
+
+    def again(self) -> float:
+        return self.x
+
+
+class Named(set[int]):
+    """Holds more than its attributes."""
+
+    def __init__(self, *numbers: int) -> None:
+        super().__init__(numbers)
+        self.name = "numbers"
+
+
+@pytest.mark.parametrize(
+    ("make", "one", "other"),
+    [
+        (InSlots, (1.0,), (2.0,)),
+        (InSlots, (1.0, 1.0), (1.0, 2.0)),
+        (ComparesWhoItIs, (1.0,), (2.0,)),
+        (lambda x: OfTensors(torch.tensor([x, x])), (1.0,), (2.0,)),
+        (HoldsItself, (1.0,), (2.0,)),
+        (Named, (1, 2), (1, 3)),
+        (lambda x: [ComparesWhoItIs(x)], (1.0,), (2.0,)),
+    ],
+    ids=["slots", "private slot", "identity", "dataclass", "itself", "derived set", "list"],
+)
+def test_objects_that_hold_the_same_are_the_same(
+    make: Any, one: tuple[Any, ...], other: tuple[Any, ...]
+) -> None:
+    assert is_same(make(*one), make(*one))
+    assert not is_same(make(*one), make(*other))

@@ -899,7 +899,7 @@ def test_the_command_that_wandbs_agent_would_run_is_one_that_fit_understands(
     }
     words = create_sweep_command(list(content["command"]))
     flags = create_sweep_command_args({"args": values})["args"]
-    assert words == ["${env}", "${interpreter}", "-m", "numerals.fit", trials.NO_TEST, "${args}"]
+    assert words == ["${env}", "${interpreter}", "-m", "project.fit", trials.NO_TEST, "${args}"]
     monkeypatch.chdir(ROOT)
     config = configure(fit, "fit", [trials.NO_TEST, *flags])
     assert config.trainer["limit_test_batches"] == 0

@@ -10,13 +10,13 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
 
+from tests.environments import make_environment_above
 from tests.third_party.trial import CASES, KILLED
 
 REQUIREMENTS = Path(__file__).parent / "third_party" / "requirements.txt"
@@ -41,19 +41,15 @@ def python() -> str:
     shared.mkdir(parents=True, exist_ok=True)
     with FileLock(shared / "third-party.lock"):
         if not installed.exists() or installed.read_text() != wanted:
-            make_environment(folder)
+            install_above(folder)
             installed.write_text(wanted)
     return str(interpreter)
 
 
-def make_environment(folder: Path) -> None:
+def install_above(folder: Path) -> None:
     """Make a virtual environment that sees the running one's packages, and install the others."""
-    subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True)
-    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    # A virtual environment above another one sees only the interpreter's packages.
-    link = folder / "lib" / version / "site-packages" / "running.pth"
-    link.write_text(sysconfig.get_path("purelib"))
-    pip = [folder / "bin" / "python", "-m", "pip", "install", "--quiet", "--retries", "1"]
+    python = make_environment_above(folder)
+    pip = [python, "-m", "pip", "install", "--quiet", "--retries", "1"]
     done = subprocess.run(
         [*pip, "--requirement", REQUIREMENTS], capture_output=True, text=True, check=False
     )

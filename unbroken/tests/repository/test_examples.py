@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import unbroken
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.cli import LightningCLI
@@ -22,6 +21,7 @@ from unbroken.cli import start as entry
 
 from tests import made_data
 from tests.commands import checkpoint, complete
+from tests.environments import make_environment_above
 from tests.example_packages import LACKING, NEEDS
 from tests.promises import (
     ROOT,
@@ -385,17 +385,10 @@ def test_an_example_without_its_package_says_what_to_install(
     assert line.endswith(f"Try: pip install {NEEDS[name]}")
 
 
-def environment_with(folder: Path, *packages: str) -> Path:
+def environment_with(folder: Path, *packages: str) -> str:
     """The Python of a new virtual environment, with all packages of this one and some more."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    python = folder / "bin" / "python"
-    (site,) = folder.glob("lib/python*/site-packages")
-    # A file like this is read in a site of the environment alone: the library may lie elsewhere.
-    searched = [each for each in sys.path if each.endswith("site-packages")]
-    searched.append(str(Path(unbroken.__file__).parents[1]))
-    (site / "of_the_tests.pth").write_text("\n".join(searched))
-    installs = [str(python), "-m", "pip", "install", "--quiet", *packages]
-    subprocess.run(installs, check=True)
+    python = make_environment_above(folder)
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
     return python
 
 
@@ -412,7 +405,7 @@ def test_an_example_passes_where_its_package_is_installed(
     chosen = [f"{folder}/test_examples.py::{test}" for test in (suite, f"{plain}[{name}]")]
     chosen += [f"{folder}/test_readme.py", "-m", "nightly or not nightly"]
     chosen += ["-k", f"{suite} or {plain} or {name}.yaml"]
-    words = [str(python), "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", *chosen]
+    words = [python, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", *chosen]
     inherited = environment()
     for variable in list(inherited):
         if variable.startswith(("PYTEST_", "NIGHTLY")):
@@ -468,7 +461,7 @@ def test_the_cells_of_the_notebook_show_an_exact_resume(tmp_path: Path) -> None:
 @pytest.mark.timeout(900)  # it downloads
 def test_the_notebook_runs_in_a_kernel_of_jupyter(tmp_path: Path) -> None:
     python = environment_with(tmp_path / "venv", "nbclient", "ipykernel")
-    words = [str(python), "-c", EXECUTE, str(NOTEBOOK), str(CONFIGS)]
+    words = [python, "-c", EXECUTE, str(NOTEBOOK), str(CONFIGS)]
     ended = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     for line in (*EXACT, "image/png"):

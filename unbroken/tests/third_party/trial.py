@@ -77,7 +77,7 @@ CASES = {
     "torchdata_workers": exact(TORCHDATA + "Shuffled", 2),
     "torchdata_noisy": exact(TORCHDATA + "Noisy", 0),
     # Its state lacks the generators of the workers.
-    "torchdata_noisy_workers": not_exact(TORCHDATA + "Noisy", 2, "StatefulDataLoader"),
+    "torchdata_noisy_workers": exact(TORCHDATA + "Noisy", 2, AT_EPOCHS_END),
     "litdata": exact(LITDATA + "OwnLoader", 0),
     "litdata_workers": exact(LITDATA + "OwnLoader", 2),
     "litdata_plain": exact(LITDATA + "PlainLoader", 0, AT_EPOCHS_END),

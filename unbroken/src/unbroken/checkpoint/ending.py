@@ -89,12 +89,15 @@ class Ending:
         raise Terminated if signum == signal.SIGTERM else signals.Stopped(signum)
 
     def _leave_for_requeue(self, trainer: Trainer) -> None:
-        """Put a copy of ``last.ckpt`` where Lightning looks as a queued script starts again.
+        """Put a copy of ``last.ckpt`` where Lightning looks as a queued script starts again. Where
+        it is of an earlier training, the script starts anew again.
 
         A command finds its own checkpoint.
         """
-        last = self._own_folder.files.last
-        if self._own_folder.is_managed_by_caller or not self._own_folder.saves or not last.exists():
+        folder = self._own_folder
+        last = folder.files.last
+        is_mine = folder.saves and folder.last_is_of_this_training and last.exists()
+        if folder.is_managed_by_caller or not is_mine:
             return
         target = lightning_internals.next_requeue_checkpoint(trainer)
         try:

@@ -236,7 +236,8 @@ class Hooks(Callback):
     ) -> None:
         engine = self.engine
         self._agree_in_evaluation(trainer, batch_idx, dataloader_idx)
-        if not engine.agreement.is_stop:
+        if not engine.agreement.is_stop or trainer.sanity_checking:
+            # SLURM's signal, which is noted already. The run stops before its first batch.
             return
         if engine.validation.runs:
             snapshot = engine.validation.state_for_a_stop(trainer)

@@ -34,6 +34,8 @@ class OwnFolder:
     Attributes:
         is_managed_by_caller: Whether the caller has made and locked the folder.
         files: The checkpoints in it.
+        last_is_of_this_training: Whether this training has written last.ckpt, or was resumed. If
+            not, one that is there is of an earlier training.
     """
 
     def __init__(self, path: str | Path | None, run_id: str | None, mirror: Mirror | None) -> None:
@@ -44,6 +46,7 @@ class OwnFolder:
         self.is_managed_by_caller = run_id is not None
         self.mirror = mirror
         self.files = RunFiles(self.path)
+        self.last_is_of_this_training = False
         self._is_rehearsal = False
         self._lock: RunFolder | None = None
 
@@ -64,6 +67,8 @@ class OwnFolder:
 
     def begin(self, trainer: Trainer) -> None:
         """Make and lock the folder for a training, unless whoever gave the run's id has done so."""
+        self.files.training_starts()
+        self.last_is_of_this_training = False
         batches: int = trainer.fast_dev_run  # type: ignore[attr-defined]
         # Whoever gives the run's id has given a rehearsal a folder of its own.
         self._is_rehearsal = batches > 0 and not self.is_managed_by_caller
@@ -77,10 +82,11 @@ class OwnFolder:
         self._lock.create()
         self.run_id = self._lock.run_id
 
-    def take_run_id(self, of_checkpoint: str | None) -> None:
+    def training_is_resumed(self, of_checkpoint: str | None) -> None:
         """Let a resumed run have the id of its checkpoint: the folder may have lost its own, as
         where the checkpoints alone were copied.
         """
+        self.last_is_of_this_training = True
         if not self.is_managed_by_caller and of_checkpoint is not None:
             self.run_id = of_checkpoint
 

@@ -296,7 +296,7 @@ class Restoring:
         # its check, and what those hooks did then is in the checkpoint.
         self._sanity_steps = trainer.num_sanity_val_steps
         trainer.num_sanity_val_steps = 0
-        self._own_folder.take_run_id(resume.run_id)
+        self._own_folder.training_is_resumed(resume.run_id)
         self._kept.chain.resumed_at = [*saved.get("resumed_at", []), self.loaded_step]
         self._loading.resume_at(resume.data_start)
         # Loaders are made before everything else is given back.

@@ -275,8 +275,12 @@ class Saving:
                     self._settle(trainer, save)
         elif is_last and self._own_folder.saves:
             # A run resumes from the previous save. It must be on the disk, and its best as well.
-            best_is_saved = partial(self._note_saved, None)
-            wait = partial(self._own_folder.files.wait_at_the_end, trainer, best_is_saved)
+            wait = partial(
+                self._own_folder.files.wait_at_the_end,
+                trainer,
+                flush=self._kept.flush,
+                when_saved=partial(self._note_saved, None),
+            )
             self._refuse_to_end_unsaved(wait)
         if is_last and (save is None or not save.can_be_resumed):
             self._tell_what_is_saved(trainer)
@@ -372,6 +376,7 @@ class Saving:
         """The files of a save are on the disk. ``step``: that of last.ckpt, if it was written."""
         if step is not None:
             self.saved_step = step
+            self._own_folder.last_is_of_this_training = True
         if self._own_folder.mirror is not None:
             # The mirror is told which step last.ckpt holds; None: best.ckpt alone is new.
             self._own_folder.mirror.take(step)

@@ -205,8 +205,8 @@ def is_rank_zero() -> bool:
 def say(*lines: str) -> None:
     """Print lines, on rank zero.
 
-    Where the reader has gone (``... | head``, a closed terminal) or the disk is full, they go
-    nowhere, and the run goes on.
+    Where the reader has gone (``... | head``, a closed terminal), the disk is full or the program
+    has closed its stdout, they go nowhere, and the run goes on.
     """
     if lines and is_rank_zero():
         try:
@@ -215,6 +215,9 @@ def say(*lines: str) -> None:
             # A disk may take the next line, a reader that has gone does not come back.
             if error.errno in NOBODY_READS:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except ValueError:
+            if not sys.stdout.closed:
+                raise
 
 
 def gather_from_ranks(value: Any, group: Any = None) -> list[Any]:

@@ -215,15 +215,18 @@ class ScriptSignals:
         """
         if not self._handlers:
             return Asked()
-        for number, handler in self._handlers.items():
-            signal.signal(number, handler)
-        asked = Asked(state.requested, state.raised)
-        self._handlers = {}
-        state.scripts_handlers = {}
-        state.raised = None
-        state.requested = 0
-        state.requested_at = None
-        state.phase = Phase.STARTS
+        try:
+            # Python's own handler of Ctrl-C raises, also here: SIGINT, the first, is the last.
+            for number, handler in reversed(self._handlers.items()):
+                signal.signal(number, handler)
+        finally:
+            asked = Asked(state.requested, state.raised)
+            self._handlers = {}
+            state.scripts_handlers = {}
+            state.raised = None
+            state.requested = 0
+            state.requested_at = None
+            state.phase = Phase.STARTS
         return asked
 
 
@@ -340,8 +343,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         # Whether it is saved is told when it is: some runs save nothing.
         told = f"\n{name}: finishing what is under way, then stopping ...\n"
-        # The stream may be closed.
-        with suppress(OSError, AttributeError):
+        # The stream may be closed, or have no file.
+        with suppress(OSError, AttributeError, ValueError):
             # Not print(): a signal may interrupt it, and it cannot call itself.
             os.write(sys.stderr.fileno(), told.encode())
 

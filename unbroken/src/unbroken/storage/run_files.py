@@ -97,11 +97,15 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         self.best = folder / "best.ckpt"
         self.last = folder / "last.ckpt"
-        self.trouble = Trouble("saves fail", "the run is saved again")
         # Writes where the Trainer's CheckpointIO is no AtomicCheckpointIO.
         self._own_io = AtomicCheckpointIO()
         self._thread = WritingThread()
         self._staging = Staging()
+        self.training_starts()
+
+    def training_starts(self) -> None:
+        """Forget what an earlier training in the folder could not save, and what its saves cost."""
+        self.trouble = Trouble("saves fail", "the run is saved again")
         # A best that the disk did not take. None: the disk has the newest best.
         self._waiting_best: dict[str, Any] | None = None
         # Whether the disk did not take the newest last.
@@ -123,13 +127,21 @@ class RunFiles:
         """Wait until the save that is under way is on the disk, or has failed."""
         self._thread.wait()
 
-    def wait_at_the_end(self, trainer: Trainer, when_saved: Callable[[], None]) -> None:
+    def wait_at_the_end(
+        self, trainer: Trainer, *, flush: Callable[[], None], when_saved: Callable[[], None]
+    ) -> None:
         """Wait, where a run ends and nothing more is saved. A best that the disk did not take is
-        tried once more; ``when_saved`` is called where it is on the disk then.
+        tried once more, and written as :meth:`write` does it.
         """
         self.wait()
-        if self._waiting_best is not None:
-            job = WriteJob(self._io_of(trainer), self.best, None, when_saved)
+        if self._waiting_best is None:
+            return
+        job = WriteJob(self._io_of(trainer), self.best, None, when_saved)
+        try:
+            flush()
+        except NotWritten as error:
+            self._note_trouble(job, error)
+        else:
             self._to_disk(job, self._waiting_best, is_copy=True)
 
     def let_go(self) -> None:

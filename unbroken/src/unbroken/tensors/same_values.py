@@ -1,14 +1,20 @@
 """Copies of values, and whether two values are the same, whatever they are made of."""
 
 import copy
-from collections.abc import Mapping, Sequence
+import operator
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from unbroken.tensors.attributes import attributes_of
 
+# Py_TPFLAGS_HEAPTYPE: classes that Python code has made
+IS_MADE_AT_RUN_TIME = 1 << 9
 # The types of whole numbers that have the bits of others, by their bytes
 AS_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -29,28 +35,48 @@ def deep_copy(value: Any) -> Any:
 def is_same(a: Any, b: Any) -> bool:
     """Whether two nested values hold the same, bit by bit, in the same order. So not a number is
     the same as itself, and 0.0 is another number than -0.0.
+
+    An object is the same as another of its class that has the same attributes, whatever its own
+    comparison says: many compare only who they are. A weak reference holds nothing.
     """
+    return _is_same(a, b, frozenset())
+
+
+def _is_same(a: Any, b: Any, outer: frozenset[tuple[int, int]]) -> bool:
+    """The same inside of others that are being compared, which are named by their ids."""
     if type(a) is not type(b):
         return False
-    if isinstance(a, Tensor):
-        return _is_same_tensor(a, b)
-    if isinstance(a, np.ndarray):
-        return _is_same_array(a, b)
+    for kinds, is_same_one in LEAVES:
+        if isinstance(a, kinds):
+            return bool(is_same_one(a, b))
+    pair = (id(a), id(b))
+    # One that holds itself is the same if all else that it holds is.
+    return pair in outer or _holds_same(a, b, outer | {pair})
+
+
+def _holds_same(a: Any, b: Any, outer: frozenset[tuple[int, int]]) -> bool:
     if isinstance(a, Mapping):
-        return list(a) == list(b) and all(is_same(a[key], b[key]) for key in a)
-    if isinstance(a, (str, bytes)):
-        return bool(a == b)
-    if type(a) in (float, complex):
-        # The texts are as exact as the numbers, and have the sign of a zero.
-        return repr(a) == repr(b)
-    if isinstance(a, np.generic):
-        return a.tobytes() == b.tobytes()
+        return list(a) == list(b) and all(_is_same(a[key], b[key], outer) for key in a)
     if isinstance(a, Sequence):
-        return len(a) == len(b) and all(map(is_same, a, b))
-    if "__eq__" not in _names_of_classes(a) and hasattr(a, "__dict__"):
-        # An object of the user's own without a comparison.
-        return is_same(vars(a), vars(b))
-    return bool(a == b) or (a != a and b != b)
+        return len(a) == len(b) and all(_is_same(*pair, outer) for pair in zip(a, b, strict=True))
+    if isinstance(a, MethodType):
+        return a.__func__ is b.__func__ and _is_same(a.__self__, b.__self__, outer)
+    if has_attributes_alone(a) and _is_same(dict(attributes_of(a)), dict(attributes_of(b)), outer):
+        return True
+    try:
+        return bool(a == b) or bool(a != a and b != b)
+    except (RuntimeError, ValueError):
+        # Two dataclasses with tensors, say. They have other attributes.
+        return False
+
+
+def has_attributes_alone(value: Any) -> bool:
+    """Whether all that an object holds is in attributes. One of a class of C's, or derived from it,
+    may hold more.
+    """
+    classes = type(value).__mro__[:-1]
+    is_pythons = all(each.__flags__ & IS_MADE_AT_RUN_TIME for each in classes)
+    return is_pythons and any(True for _ in attributes_of(value))
 
 
 def is_ordinary(tensor: Tensor) -> bool:
@@ -103,6 +129,17 @@ def _is_same_array(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
-def _names_of_classes(value: Any) -> set[str]:
-    """What a value's classes define, other than what every object has."""
-    return {name for each in type(value).__mro__[:-1] for name in vars(each)}
+def _has_same_text(a: Any, b: Any) -> bool:
+    """A number's text is as exact as the number, and has the sign of a zero."""
+    return repr(a) == repr(b)
+
+
+# Classes of what holds nothing further, each with the comparison of two.
+LEAVES: tuple[tuple[Any, Callable[[Any, Any], bool]], ...] = (
+    (Tensor, _is_same_tensor),
+    (np.ndarray, _is_same_array),
+    (np.generic, lambda a, b: a.tobytes() == b.tobytes()),
+    ((str, bytes, range), operator.eq),
+    ((float, complex), _has_same_text),
+    (weakref.ReferenceType, lambda a, b: True),
+)
