@@ -133,7 +133,7 @@ def test_overhead_compares_real_runs_with_loops_by_hand_and_leaves_no_run_behind
     assert {row["batch_size"] for row in rows.values()} == {64}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.json", "out.png"]
     # Between two runs a signal ends the benchmark at once.
-    assert signals.state.phase is signals.Phase.SAVED
+    assert signals.state.phase is signals.Phase.REPORTS
     assert Image.open(tmp_path / "out.png").size[0] > 1000
 
 

@@ -361,7 +361,7 @@ def makes_loaders_now(trainer: Trainer) -> bool:
     """Whether the fit loop is about to ask for the training's loaders: it has none yet, or makes
     them anew.
 
-    Buys that their maker draws the same in a resumed run (``BeforeHooksOfEpoch``). Public way
+    Buys that their maker draws the same in a resumed run (``GeneratorsOfEpochStart``). Public way
     missing: each epoch's start calls ``setup_data``, which decides.
     """
     loop: Any = trainer.fit_loop
@@ -371,7 +371,7 @@ def makes_loaders_now(trainer: Trainer) -> bool:
 def exchange_loaders(trainer: Trainer, other: Callable[[Any], Any]) -> None:
     """Let the Trainer have ``other(loader)`` in the place of each loader that it has read.
 
-    Buys that ``trainer.train_dataloader`` is the user's own behind a run. Public way missing: it
+    Buys that ``trainer.train_dataloader`` is the user's own after a run. Public way missing: it
     cannot be set.
     """
     loops: list[Any] = [trainer.fit_loop, trainer.fit_loop.epoch_loop.val_loop]
@@ -520,9 +520,8 @@ def prepare_resumed_epoch(
         trainer: Has read the checkpoint.
         before_batches: Called without arguments.
         is_before_batch: Whether the run was stopped before a batch, and begins with it.
-        was_validated: Whether a validation had followed the last batch. The checkpoint then has a
-            step taken off, for a plain Trainer, and it is added again here; see ``clean_counters``
-            in parts/loops.py.
+        was_validated: Whether a validation had followed the last batch: see ``clean_counters`` in
+            parts/loops.py.
     """
     loop: Any = trainer.fit_loop.epoch_loop
 
@@ -536,6 +535,7 @@ def prepare_resumed_epoch(
         before_batches()
         loop.on_run_start(data_fetcher)
         if is_before_batch:
+            # clean_counters has taken it off.
             loop._batches_that_stepped += int(was_validated)
             loop._restarting = False
 

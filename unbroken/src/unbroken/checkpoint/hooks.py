@@ -32,12 +32,16 @@ class Hooks(Callback):
     | hook | what happens | who does it |
     | --- | --- | --- |
     | setup | loaders and signals are taken over; seams (seams.py) are put in | ExactCheckpoint |
+    | (Lightning) | data module and module are given their states | Lightning |
     | on_load_checkpoint | the state is read; where loaders start is set | restoring |
+    | (Lightning) | callbacks are given their states | Lightning |
     | on_fit_start | what this start has made is noted; three seams more | kept, restoring |
+    | (Lightning) | optimizers, schedules and loops are given their states | Lightning |
     | (seam) before train_dataloader | generators are noted, or given back | restoring |
     | on_sanity_check_start, on_sanity_check_end | what this check changes is noted | kept |
     | on_train_start | signals are only noted from here; changed hyperparameters win | restoring |
     | (seam) after on_train_start | RESTORE, inside an epoch after its hooks | restoring |
+    | (seam) the first epoch's loop begins | samplers, generators once more; counters | restoring |
     | (seam) before an epoch's first batch | what its start has set is noted | kept |
     | (seam) before each batch, on_train_batch_start | SAVE if one is due; the stop | saving |
     | on_save_checkpoint | every part is put into the checkpoint that is saved | saving |
@@ -54,7 +58,8 @@ class Hooks(Callback):
     | on_train_epoch_end, on_train_epoch_start | data that change in between are told | kept |
     | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last | saving |
     | on_train_epoch_start | generators are noted before the user's hooks of it | kept |
-    | on_exception | a save under way is waited for; signals are given back | hooks |
+    | on_exception | waits for a save under way and 8 s for the mirror; gives signals back | hooks |
+    | teardown | waits for the mirror; gives signals back; a late stop | ExactCheckpoint |
     | on_fit_end | where nothing was left to train: the hooks of its end again | restoring |
     """
 
@@ -75,7 +80,7 @@ class Hooks(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = self.engine
-        # Before the sanity check, which puts the generators back behind it.
+        # Before the sanity check, which puts the generators back after it.
         engine.loading.settle_seed()
         # With other threads sums are rounded differently.
         engine.chosen.values.setdefault("threads", torch.get_num_threads())
@@ -130,7 +135,7 @@ class Hooks(Callback):
                 engine.kept.objects.loaders_are_made(trainer)
             engine.following.epoch_is_over(trainer, engine.agreement.group)
             engine.saving.between_epochs(trainer)
-        engine.kept.before_hooks_of_epoch.hooks_are_called(trainer)
+        engine.kept.generators_of_epoch_start.hooks_are_called(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

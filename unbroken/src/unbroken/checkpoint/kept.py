@@ -15,7 +15,7 @@ from unbroken.loading import RunLoaders
 from unbroken.loading.own_generators import put_back
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import (
-    BeforeHooksOfEpoch,
+    GeneratorsOfEpochStart,
     OwnGenerators,
     RandomGenerators,
     random_state,
@@ -81,7 +81,7 @@ class KeptParts:
         self.settings = TrainerSettings()
         self.objects = UsersObjects(undeclared)
         self.generators: list[Part] = [OwnGenerators(self.objects), RandomGenerators()]
-        self.before_hooks_of_epoch = BeforeHooksOfEpoch(self.generators)
+        self.generators_of_epoch_start = GeneratorsOfEpochStart(self.generators)
         self.was_validated = WasValidated()
         self._loading = loading
         self._positions = LoaderStates(loading)
@@ -119,7 +119,7 @@ class KeptParts:
             self.open_window,
             self.chain,
             self.bits_in_memory,
-            self.before_hooks_of_epoch,
+            self.generators_of_epoch_start,
             *further,
             # The generators come last of those in memory: to give back another part may draw a
             # random number.

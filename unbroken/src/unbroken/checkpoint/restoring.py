@@ -9,12 +9,12 @@ a. Lightning has read the checkpoint, and calls :meth:`Restoring.read`. It notes
 b. The user's start-up hooks act, as in a new run. Our callback is in front of all others: before
    the first of them acts, it notes what they may change (:meth:`Restoring.fit_starts`,
    :meth:`Restoring.training_starts`).
-c. The last of these hooks is done (a seam behind ``on_train_start``, in seams.py). If the run
+c. The last of these hooks is done (a seam after ``on_train_start``, in seams.py). If the run
    resumes inside an epoch, :meth:`Restoring.restore` calls ``on_train_epoch_start``, which
    Lightning leaves out there. It then puts the loaders where training starts, undoes what the
    hooks have changed, and gives every part back.
 d. The checkpoint was saved after Lightning had called the samplers' ``set_epoch``, in which a
-   sampler may draw. Lightning calls it again now, behind c. So generators and samplers are given
+   sampler may draw. Lightning calls it again when c is done. So generators and samplers are given
    back a second time (:meth:`Restoring.give_generators_again`): if the run resumes inside an epoch,
    when that epoch's loop begins, before a batch is asked for; if it resumes between epochs, in
    front of the user's ``on_train_epoch_start``. After the first batch
@@ -22,7 +22,7 @@ d. The checkpoint was saved after Lightning had called the samplers' ``set_epoch
    (:meth:`Restoring.validation_starts`).
 
 A run that was saved, is killed inside an epoch and resumed ends with the same bits as one that is
-not. In short: a save lies between two batches; the batches behind it are read again, and are the
+not. In short: a save lies between two batches; the batches after it are read again, and are the
 same; and all that the batches before it have changed is given back. The conditions stand at the
 end.
 
@@ -44,14 +44,16 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
    saves, is up to him. The file is whole, or is the one before (``written_atomically`` in
    storage/files.py).
 3. The loops begin with batch k. A checkpoint's counters never show a batch as half done, nor batch
-   k as fetched or as the last (``clean_counters`` in parts/loops.py); their number of completed
-   batches is k (``Resume.of``). Where a validation was due behind batch k - 1, Lightning's counters
-   are mended: ``clean_counters`` at the save says how, and at the resume ``prepare_resumed_epoch``
-   (lightning_internals.py). A stop inside a validation saves the state at its start
-   (validation.py); the resumed run begins with that validation, from its first batch. If it was the
-   one behind the last step of ``max_steps``, Lightning would enter no epoch. So ``max_steps`` is
-   one step more until it is over (:meth:`TrainerSettings.add_step`). A run that turns out to want
-   no validation ends the epoch before a batch (``Hooks._before_batch`` raises StopIteration).
+   k as fetched or as the last; their number of completed batches is k (``clean_counters`` in
+   parts/loops.py; ``Resume.of`` reads it). Two cases are special:
+
+   - A validation has followed batch k - 1. Lightning would end that batch a second time as it
+     resumes, and count its step again. ``clean_counters`` tells how that is avoided.
+   - The run was stopped inside a validation. The state at the validation's start was saved
+     (validation.py), and the resumed run begins with that validation, from its first batch. After
+     the last step of ``max_steps`` Lightning would enter no epoch for it: so ``max_steps`` is one
+     step more until that validation is over (:meth:`TrainerSettings.add_step`). If the resumed run
+     has no validation there, ``Hooks._before_batch`` ends the epoch instead.
 4. The order of samples is drawn again (``ExactBatches._order`` in loading/batches.py), from the
    checkpoint's seed and the epoch and from what the sampler held as the pass began. The global
    generators, and a torch generator in its attribute ``generator``, are seeded from (seed, epoch)
@@ -107,7 +109,7 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
    (before_hooks.py; attributes by parts/undeclared/attributes.py), and what nobody saves stays as
    they set it. Where ``on_fit_start`` and ``on_train_start`` look at batches, these are of epoch 0,
    as in the first start (``RunLoaders.resume_at``). ``train_dataloader`` and
-   ``on_train_epoch_start`` draw what they drew before the save (``BeforeHooksOfEpoch`` in
+   ``on_train_epoch_start`` draw what they drew before the save (``GeneratorsOfEpochStart`` in
    parts/generators.py). The sanity check, and hooks of batches and validations that are done, are
    not called.
 
@@ -134,7 +136,7 @@ The conditions:
 - It does not change how weights lie in memory (their strides).
 - No result depends on the order in which a set gives its members.
 - ``configure_optimizers`` changes no weights.
-- Nothing reads the gradients of a step behind its end.
+- Nothing reads the gradients of a step after its end.
 - Nothing is used that checkpoint/not_exact.py or docs/how_it_works.md names, such as DDP on three
   or more ranks, which adds gradients up in another order in its first step.
 
@@ -418,7 +420,7 @@ class Restoring:
 
     def loaders_are_made(self, trainer: Trainer) -> None:
         """Before the user's ``train_dataloader``: let it draw what it drew before the save."""
-        noted = self._kept.before_hooks_of_epoch
+        noted = self._kept.generators_of_epoch_start
         if self._resume is None:
             noted.loaders_are_made(trainer)
         else:
@@ -461,7 +463,7 @@ class Restoring:
         # As in a new run, samplers know the epoch as the hooks of its start are called.
         for position in self._loading.positions:
             position.set_epoch(trainer.current_epoch)
-        noted = self._kept.before_hooks_of_epoch
+        noted = self._kept.generators_of_epoch_start
         noted.return_to_hooks(trainer, resume.mine(trainer).get(noted.name, {}))
         call_epoch_start_again(trainer)
 

@@ -9,9 +9,9 @@ A run is saved
 - between two epochs (:meth:`Saving.between_epochs`): in the ``on_train_epoch_start`` of the next
   one, before the user's hooks of that name. A new best, a save that is due and a stop are always
   saved there. Else none is made while the previous one is being written, or where it is so recent
-  that another one would cost too much (``Interval.is_too_soon``; what a save costs is known from
-  the third one on that a thread writes). A run that cannot start inside an epoch may so lose
-  several short epochs of a large state: those behind its last save, if it is stopped or killed
+  that another one would cost too much (``Interval.is_too_soon``; of the saves that a thread writes
+  the third is the first that may be left out so). A run that cannot start inside an epoch may so
+  lose several short epochs of a large state: those after its last save, if it is stopped or killed
   inside a later one. Before Lightning's extra epoch that updates batch norms for averaged weights,
   only a new best is saved;
 - inside a validation, where the run is asked to stop: the state is that of the validation's start
@@ -29,10 +29,10 @@ replaced (seams.py). In the order in which it happens:
 1. When a batch has ended an optimizer step (with manual optimization: each batch), the ranks agree
    on what any of them asks for: to save by the clock, or to stop (:meth:`Saving.batch_ends`;
    stopping/__init__.py has the whole way of a stop). One rank acts on that before its next batch,
-   several act one optimizer step later. For steps and for a new best they need not agree, because
-   all count the same: they act before the next batch (and ask each other only whether the disk is
-   still busy with a save by steps). ``every="500"`` saves at the multiples of 500 optimizer steps,
-   whatever was saved between them.
+   several act one optimizer step later. Saves by steps and of a new best need no such agreement,
+   because all ranks count the same: they come before the next batch. (Before one by steps the ranks
+   ask each other whether the disk is still busy.) ``every="500"`` saves at the multiples of 500
+   optimizer steps, whatever was saved between them.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
    user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
    :meth:`Saving.save_and_maybe_stop` saves it, if a run can resume from it or it is a new best
@@ -46,12 +46,13 @@ replaced (seams.py). In the order in which it happens:
    - ``CheckpointMaker.lightning_has_made`` (run_files.py), which calls
    - :meth:`Saving._put_state_into`, which adds what Lightning's checkpoint lacks.
 
-   A state whose tensors have less than 16 MiB is written while training waits; a larger one is
-   copied, and a thread writes the copy. The other ranks wait as long as rank zero does. A new best
-   is written to ``best.ckpt`` and, if a run can resume from this state, copied to ``last.ckpt``;
-   any other save is written to ``last.ckpt`` alone. (A best that the disk did not take before is
-   tried once more in front of it.) What may fail, and what follows, stands at the head of
-   run_files.py.
+   Then the rows of ``metrics.csv`` up to this step are brought to the disk, because a resume needs
+   them (:meth:`KeptParts.flush`). A state whose tensors have less than 16 MiB is written while
+   training waits; a larger one is copied, and a thread writes the copy. The other ranks wait as
+   long as rank zero does. A new best is written to ``best.ckpt`` and, if a run can resume from this
+   state, copied to ``last.ckpt``; any other save is written to ``last.ckpt`` alone. (A best that
+   the disk did not take before is tried once more in front of it.) What may fail, and what follows,
+   stands at the head of run_files.py.
 4. A file is written beside its target, flushed to the disk, and renamed; then its folder is flushed
    (:func:`unbroken.storage.files.written_atomically`). On any error the file beside it is removed;
    the system's errors, such as a full disk, are NotWritten. When all files of a save are there,
@@ -254,8 +255,8 @@ class Saving:
     ) -> None:
         """Save a snapshot, if there is one from which a run can resume, or which is a new best.
         Then end the run by ``Ending.stop`` if the ranks have agreed to stop. Before a run ends
-        (``is_end``) or stops, its newest save is on the disk: this one, or the one before where
-        nothing is saved now, which may be some epochs old.
+        (``is_end``) or stops, its newest save is on the disk. Where nothing is saved now, that is
+        the one before, and it may be some epochs old.
 
         Raises:
             Stopped: The ranks have agreed to (or what a script's own handler has raised).

@@ -393,7 +393,7 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
 
     def _cuts(self, first: int = 0, samples: int | None = None) -> list[int]:
         """Where the global batches of an epoch's samples from ``first`` on begin, and the last one
-        ends. In training it may end behind the last of the ``samples`` (default: all).
+        ends. In training it may end after the last of the ``samples`` (default: all).
         """
         if samples is None:
             samples = self.num_samples

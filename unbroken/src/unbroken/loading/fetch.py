@@ -46,9 +46,9 @@ class Fetch:
 
     Generators that the dataset or the collate function holds, and those in global variables of the
     user's modules, are seeded in the same way. Each process looks for them at an epoch's first
-    batch: a ``worker_init_fn`` or a ``set_epoch`` may have made them. It looks once more behind
+    batch: a ``worker_init_fn`` or a ``set_epoch`` may have made them. It looks once more after
     that batch, for ``__getitem__`` may make one when it is called first. Then the batch is fetched
-    again, with that one seeded. Those in global variables, and that of the GPU, are put back behind
+    again, with that one seeded. Those in global variables, and that of the GPU, are put back after
     each batch: the training may draw from them, too.
     """
 

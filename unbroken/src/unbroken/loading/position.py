@@ -152,7 +152,7 @@ class LoaderPosition:
 
     def end_epoch(self, batches: int) -> None:
         """The epoch's training is done after so many batches. A loader that has more of them goes
-        on behind these in its next pass, if it has a state.
+        on after these in its next pass, if it has a state.
         """
 
     def kept_cut(self, epoch_ends: bool) -> dict[str, list[Any] | None]:

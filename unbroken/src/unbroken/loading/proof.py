@@ -90,7 +90,7 @@ def fault_of_state(loader: Any, stateful: Any, seed: int) -> str | None:
         seed: As training uses it.
 
     Returns:
-        What a line says behind its name, such as "which cannot be copied (...)".
+        What a line says after its name, such as "which cannot be copied (...)".
     """
     if multiprocessing.active_children():
         # Loaders that nobody holds any more are let go of first. They may wait for their workers
@@ -125,7 +125,7 @@ def fault_of_next_epoch(
         batches: How many batches an epoch of the training has; None: all that the loader gives.
 
     Returns:
-        What a line says behind the loader's name, such as "gives other samples ...".
+        What a line says after the loader's name, such as "gives other samples ...".
     """
     with isolate_rng(include_cuda=False):
         try:

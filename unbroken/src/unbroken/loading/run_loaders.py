@@ -64,7 +64,7 @@ class RunLoaders:
         self._starts_again = False
 
     def resume_at(self, start: DataStart) -> None:
-        """A checkpoint was read: training will start there, behind the hooks of its start."""
+        """A checkpoint was read: training will start there, after the hooks of its start."""
         self.data_start = start
         self._starts_again = True
 
@@ -92,7 +92,7 @@ class RunLoaders:
     def exact(self, loader: Any, trainer: Trainer) -> Any:
         """A loader in its exact form, or watched where there is none."""
         run_seed = self.settle_seed()
-        # A plain Trainer puts the generators back behind its sanity check.
+        # A plain Trainer puts the generators back after its sanity check.
         if self._is_to_draw and not trainer.sanity_checking:
             self._is_to_draw = False
             seed_from(torch.default_generator)

@@ -228,7 +228,7 @@ class WatchedLoader(LoaderPosition):
     def state_to_start_after(self, batches: int, epoch_ends: bool) -> tuple[int, Any]:
         if not epoch_ends:
             return super().state_to_start_after(batches, epoch_ends)
-        # Where the epoch ended before the loader did, the next pass begins behind the batches that
+        # Where the epoch ended before the loader did, the next pass begins after the batches that
         # were trained on.
         return 0, self.next_state if self.finished else self.states.get(batches)
 

@@ -100,7 +100,7 @@ def _owner_of_late_one(path: str, name: str, found: Any) -> Any:
     return owner if is_variable else None
 
 
-class BeforeHooksOfEpoch(Note):
+class GeneratorsOfEpochStart(Note):
     """The generators as they were before the loaders of an epoch were made, and before its
     ``on_train_epoch_start``.
 

@@ -88,9 +88,10 @@ def clean_counters(fit: dict[str, Any], place: SavePoint, validated: bool) -> No
     if place != "validation":
         batches["is_last_batch"] = False
     if place == "batch" and validated:
-        # A plain Trainer that resumes here ends this batch a second time, and counts one step more.
-        # That step is taken off in advance. A resume by ExactCheckpoint leaves this second end out,
-        # and adds the step again: prepare_resumed_epoch in lightning_internals.py.
+        # Where a validation was due after a batch, a resuming loop of Lightning's ends that batch a
+        # second time, and counts its step once more. A plain Trainer shall have the right number
+        # after that: the step is taken off here. A resume by ExactCheckpoint has no second end
+        # (prepare_resumed_epoch in lightning_internals.py), and adds the step again there.
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if place == "validation":
         # The validation has begun and has done no batch: the resumed run starts it again.

@@ -25,7 +25,8 @@ place in the queue. Lightning's own handlers of SIGTERM and of SLURM's signal ar
 
    - Ctrl-C: :class:`unbroken.stopping.signals.Stopped`, 130.
    - SIGTERM, SIGHUP: :class:`agreement.Terminated`, 143. It is a Stopped and Lightning's
-     SIGTERMException, so code that catches either one works.
+     SIGTERMException, so code that catches either one works. (In the start, and in the report, it
+     is a plain Stopped.)
    - SLURM's signal: the job is queued again, then the same as at SIGTERM.
    - On a rank whose script's own handler has raised an exception, that one is raised instead.
    - If the disk has not taken the last save, the save has raised NotSaved before: 1.
@@ -42,17 +43,17 @@ state at its start is saved, unless it has changed weights (checkpoint/validatio
 cannot start inside an epoch, and a resumed run begins it again. Before a test everything is saved
 already.
 
-What a second signal does (the first and the second may each be any stop signal): nothing, from the
-run's first step, validation or test until the run has ended. It prints nothing, shortens nothing,
-and what hangs still hangs. SIGQUIT (Ctrl and backslash on the keyboard) or SIGKILL end such a run,
-and nothing more is saved then. (torchrun sends SIGKILL itself, 30 s after it was asked to stop;
-``--shutdown-timeout`` makes it more.) At other moments (signals.py has the phases):
+What a second signal does (the first and the second may each be any stop signal): nothing, as long
+as the run lasts (RUNS, see below). It prints nothing, shortens nothing, and what hangs still hangs.
+SIGQUIT (Ctrl and backslash on the keyboard) or SIGKILL end such a run, and nothing more is saved
+then. (torchrun sends SIGKILL itself, 30 s after it was asked to stop; ``--shutdown-timeout`` makes
+it more.) At other moments (signals.py has the phases), where a third does the same as a second:
 
 | it comes | in a command | in a script |
 | --- | --- | --- |
 | in the imports (IMPORTS) | the first has ended the process, or rank zero is ending it | - |
 | in the start (STARTS) | nothing: the first is ending it | the same |
-| in the report, or its mirror's wait | one rank (SAVED): gives up what is left; more: nothing | - |
+| in the report, or its mirror's wait | one rank (REPORTS): gives up what is left | - |
 | while a script waits for its mirror (RUNS) | - | nothing |
 | while ``Stopped`` is on its way to whoever catches it | nothing | is the script's |
 | when all is done (ENDS) | ends that rank at once | is the script's |
@@ -62,11 +63,11 @@ test, until
 
 - in a command, unbroken/run/main_job.py calls ``raise_from_now_on`` (one rank) or
   ``command_is_done`` (signals.py);
-- in a script, its handlers are given back. Where something is raised, ``Hooks.on_exception`` does
-  that: at a stop behind the save, and behind up to 8 s for the mirror; at an error behind a save
-  that is under way, and up to 8 s for the mirror; in the start at once. Where nothing is raised,
-  the callback's ``teardown`` does it, when the mirror is complete, or nothing more arrives in the
-  store. The 8 s begin with this rank's signal, also with a first one that comes in ``teardown``.
+- in a script, its handlers are given back. At an error in the start that is done at once. Where
+  anything else is raised, ``Hooks.on_exception`` does it: it first waits for the save that is under
+  way, and then at most 8 s for the mirror. Where nothing is raised, the callback's ``teardown``
+  does it, when the mirror is complete, or nothing more arrives in the store. The 8 s begin with
+  this rank's signal, also with a first one that comes in ``teardown``.
 
 A signal that comes when a script has its handlers back is not ours: Ctrl-C raises
 KeyboardInterrupt, even while ``Stopped`` is on its way, and SIGTERM ends the process. Before the
@@ -86,7 +87,7 @@ after 1.5 s where training has not begun). In imports and start a rank that rank
 passes each signal on to it, and rank zero ends all. A run that is done and whose report is given up
 lacks its summary, too.
 
-A *first* signal behind the last step finds nothing left to save:
+A *first* signal after the last step finds nothing left to save:
 
 - A command of one rank that writes its report gives up the rest and ends with 130 or 143. With
   several ranks, and between the last batch of the test and the report, the command ends with 0, and

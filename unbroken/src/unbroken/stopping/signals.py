@@ -7,13 +7,13 @@ It depends on the phase in which the process is (:class:`Phase`):
 | IMPORTS | :func:`install`: a command starts | ends the process at once | (it has ended) |
 | STARTS | :func:`imports_are_done`; in a script the callback's setup | raises Stopped | nothing |
 | RUNS | :func:`note_from_now_on`: training, or a validation or test, begins | is noted | nothing |
-| SAVED | :func:`raise_from_now_on`: a report is written (one rank) | raises Stopped | the same |
+| REPORTS | :func:`raise_from_now_on`: a report is written (one rank) | raises Stopped | the same |
 | ENDS | :func:`command_is_done` | ends the process at once | the same |
 
 What follows when a signal was noted, and what a second Ctrl-C does in commands and scripts, stands
 in stopping/__init__.py. The sanity check comes before training begins: it belongs to STARTS. In
 IMPORTS and STARTS a rank that another one has started only tells rank zero, which ends it, as long
-as that one lives; a command's, behind its imports, ends itself 3 s later.
+as that one lives; a command's, after its imports, ends itself 3 s later.
 
 ``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase
 from the Trainer's setup on: the run stops before its next batch, and its job is queued again.
@@ -34,7 +34,7 @@ own handlers (not Python's own of Ctrl-C) are called at every signal, in every p
 last exception that they raise ends the run instead of ``Stopped``, when the step is saved (one that
 comes when ``Stopped`` is on its way is dropped); at other times it is raised at once.
 
-A command with one rank is SAVED when its test is done, or when Lightning has ended a run that was
+A command with one rank REPORTS when its test is done, or when Lightning has ended a run that was
 stopped (``train`` in ``unbroken/run/main_job.py``). A signal then gives up report and summary. The
 mirror then gets what is left of 8 s since the first signal, but no time at all where the run had
 been stopped before its end and a second signal cuts its report. With several ranks it stays in RUNS
@@ -93,7 +93,7 @@ class Phase(Enum):
     IMPORTS = auto()
     STARTS = auto()
     RUNS = auto()
-    SAVED = auto()
+    REPORTS = auto()
     ENDS = auto()
 
 
@@ -274,7 +274,7 @@ def note_from_now_on() -> None:
 
 def raise_from_now_on() -> None:
     """What can be saved is saved: from now on a signal is raised when it comes."""
-    state.phase = Phase.SAVED
+    state.phase = Phase.REPORTS
 
 
 def command_is_done() -> None:
@@ -337,7 +337,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
             # step, and its job is queued again.
             return
         _end_ranks()
-    if state.phase in (Phase.STARTS, Phase.SAVED):
+    if state.phase in (Phase.STARTS, Phase.REPORTS):
         raise Stopped(as_stop(state.requested))
     if is_first and os.environ.get("LOCAL_RANK", "0") == "0":
         name = signal.Signals(number).name

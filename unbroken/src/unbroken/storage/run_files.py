@@ -21,8 +21,8 @@ What may come between, and what follows (checkpoint/saving.py says when a run is
   save of a last before has failed, that one is not tried again, and the run ends with NotSaved.)
 - A file is renamed, and the disk fails as its folder is flushed. That counts as not taken: a power
   cut may undo the rename. File systems that cannot flush a folder at all are no such disk.
-- No file can hold the state. The run ends with one line, on all ranks; the files stay the ones
-  before.
+- No file can hold the state, or there is no memory to write it. The run ends with one line, on all
+  ranks; the files stay the ones before.
 - The first file cannot be read back. The run ends with one line: at once where training writes the
   file; where the thread writes it, before rank zero's next batch, or at the next save on all ranks.
   Where the thread has written the last save of a run, that one is tried once more first.

@@ -27,7 +27,7 @@ class Trouble:
         """Something could not be written. The first of several is told."""
         if self.reason is None:
             now = time.strftime("%H:%M:%S")
-            # It may be the run's last save, behind which it does not go on.
+            # It may be the run's last save, after which it does not go on.
             say(f"since {now} {self._begins}: {reason} The run tries again.")
         self.reason = reason
 
