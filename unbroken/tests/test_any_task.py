@@ -300,7 +300,7 @@ def places() -> list[Any]:
     return found
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.filterwarnings(
     "ignore:Trying to infer the `batch_size`", "ignore:Metric `SpearmanCorrcoef` will save all"
 )

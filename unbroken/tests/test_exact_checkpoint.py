@@ -1025,7 +1025,7 @@ class ReadsOneThatBegins(Regression):
         return BeginsAsItIsAsked()
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("limits", [{"max_epochs": 2}, {"max_steps": 13}], ids=["whole", "cut"])
 @pytest.mark.parametrize(
     ("make", "further"),

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from unbroken.commands.export.write import write_files, write_weights
 from unbroken.errors import UserError
 from unbroken.tables import refuse_file_of_others
 
+from tests.commands import complete
 from tests.trained import trained_checkpoint
 
 
@@ -449,7 +451,7 @@ class Pairs(Rooms):
             yield {"x": batch["x"]}, batch["label"]
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("module", "data", "outputs"),
     [
@@ -531,7 +533,6 @@ class Slopes(Named):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (Slopes, "it asks for gradients"),
         (Squeezed, "output must have the batch as its first dimension, got the shape () for one"),
         (Branches, "it decides by the values of its inputs"),
         (OfOneSize, "it is written for certain batch sizes"),
@@ -551,6 +552,26 @@ def test_a_forward_that_cannot_be_traced_is_told_in_its_own_terms_and_its_weight
     assert os.listdir(tmp_path) == ["model.safetensors"]
     written = load_file(tmp_path / "model.safetensors")
     assert torch.equal(written["layer.weight"], loaded.module.layer.weight)
+
+
+TRACES_A_BACKWARD_PASS = """
+import sys
+from pathlib import Path
+from tests.test_export import Loaded, Rooms, Slopes, UserError, export
+
+loaded = Loaded(Slopes().eval(), Rooms(), {}, {}, Path("best.ckpt"))
+try:
+    export.export_all(loaded, Path(sys.argv[1]), ["pt2", "safetensors"], None)
+except UserError as error:
+    print(error)
+"""
+
+
+def test_a_forward_that_asks_for_gradients_is_told_so(tmp_path: Path) -> None:
+    """In a process of its own: autograd starts threads for it, and no fork can train then."""
+    ended = complete([sys.executable, "-c", TRACES_A_BACKWARD_PASS, str(tmp_path)])
+    assert "Slopes.forward cannot be exported: it asks for gradients" in ended.stdout
+    assert os.listdir(tmp_path) == ["model.safetensors"]
 
 
 def test_weights_alone_need_neither_a_trace_nor_a_test_set(

@@ -189,10 +189,8 @@ WORKERS = (0, 2)
 # Steps after which a run is stopped, by the epoch in which they are.
 STOPS = {"first_epoch": 3, "second_epoch": 9}
 DAILY = (
-    ("torch_generator", "gather", 0, "second_epoch"),
     ("global_made_late", "getitems", 0, "first_epoch"),
     ("global_made_late", "gather", 2, "second_epoch"),
-    ("transforms", "getitem", 0, "second_epoch"),
     ("wrapped_made_late", "getitem", 0, "first_epoch"),
     ("child_for_each", "getitem", 0, "second_epoch"),
 )

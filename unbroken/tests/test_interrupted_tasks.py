@@ -537,7 +537,7 @@ def cases() -> list[Any]:
     ]
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.parametrize("case", cases())
 def test_an_interrupted_run_is_bit_identical(case: str) -> None:

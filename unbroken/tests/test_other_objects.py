@@ -293,7 +293,7 @@ def stopping() -> Callback:
     return EarlyStopping("val_loss", patience=1, mode="min")
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     "make",
     [
@@ -477,7 +477,7 @@ class Leaves(Callback):
         trainer.callbacks.remove(self)  # type: ignore[attr-defined]
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("make", "more", "line"),
     [

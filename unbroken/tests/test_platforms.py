@@ -97,7 +97,7 @@ def failures(done: subprocess.CompletedProcess[str]) -> str:
 
 
 # These take long.
-NIGHTLY = ("benchmark", "export", "runs", "sweep", "tune")
+NIGHTLY = ("__main__", "benchmark", "export", "runs", "sweep", "tune")
 
 
 def commands() -> list[Any]:

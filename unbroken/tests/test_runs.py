@@ -541,7 +541,7 @@ def many_of(kind: str, run: int) -> tuple[str, str]:
     return "summary.json", f'{{"finished": true, {", ".join(results)}}}'
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize(
     ("kind", "said"),
     [

@@ -130,7 +130,7 @@ def nightly(name: str) -> Any:
     return pytest.param(name, marks=() if name in QUICK else pytest.mark.nightly)
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + SEEDS))
 @pytest.mark.parametrize("name", [nightly(name) for name in SITUATIONS])
 def test_a_situation_that_is_killed_at_random_moments_ends_as_if_it_were_not(

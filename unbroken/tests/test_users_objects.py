@@ -1325,7 +1325,7 @@ class MiningByEpochs(Mining):
         sampler.weights = sampler.weights * torch.arange(1.0, 9.0)
 
 
-@pytest.mark.daily(3)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("killed_at", [2, 6, *map(nightly, (4, 9, 11))])
 @pytest.mark.parametrize(
     "kind",
@@ -1962,7 +1962,7 @@ class UsesALayerAtTimes(Plain):
         return SetsToZero(self.parameters(), 0.01)
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("killed_at", [18, *map(nightly, (3, 6))])
 @pytest.mark.parametrize(
     "kind",
@@ -2328,6 +2328,7 @@ class Counts(torch.optim.SGD):
         return super().step(closure)
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("killed_at", [2, 7])
 def test_a_plain_tensor_that_is_trained_stays_the_optimizers(
     killed_at: int, tmp_path: Path

@@ -5,7 +5,9 @@ is not, what to write.
 from __future__ import annotations
 
 import ast
+import os
 import re
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ from unbroken.verifying.kills import ACCUMULATED, EDGE, INSIDE, VALIDATION, choo
 from unbroken.verifying.operations import Operation, Operations, first_difference
 from unbroken.verifying.trial import Start
 
-from tests.commands import TINY, run
+from tests.commands import TINY, complete, run
 from tests.pasted import blocks_of
 from tests.planted import PLANTED, Averages, Objects, Patience, Plain, Unseeded, table
 
@@ -42,6 +44,25 @@ def test_a_run_with_nothing_hidden_resumes_exactly() -> None:
     assert_resumes_exactly(
         lambda: Plain(), lambda: data, steps=STEPS, trainer={"accumulate_grad_batches": 2}
     )
+
+
+TRACES = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from unbroken.testing import assert_resumes_exactly
+
+with FakeTensorMode():
+    torch.ones(3, requires_grad=True).sum().backward()
+assert_resumes_exactly(lambda: None, lambda: None, steps=12)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no process can be forked")
+def test_a_process_that_has_traced_a_backward_pass_says_that_it_cannot_fork() -> None:
+    """An error of autograd's would name none of it."""
+    ended = complete([sys.executable, "-c", TRACES])
+    assert "this one cannot fork" in ended.stderr
+    assert "Autograd-and-Fork" not in ended.stderr
 
 
 def test_what_is_not_kept_is_named_with_the_lines_that_mend_it() -> None:

@@ -30,12 +30,12 @@ class Ended(NamedTuple):
 
 def can_fork() -> bool:
     """Whether a process of this one's memory can be made and can train: not on Windows, and not
-    once this one has used a GPU. Where there is a GPU, autograd starts a thread for it in the first
-    backward pass, also in one on the CPU, and refuses to work in a fork from then on.
+    once this one has used a GPU. Nor once autograd has started a thread, for it refuses to work in
+    a fork from then on: it does so where there is a GPU in the first backward pass, also in one on
+    the CPU, and without one in a backward pass of fake tensors, such as an export's.
     """
-    if not hasattr(os, "fork") or torch.cuda.is_initialized():
-        return False
-    return not torch.cuda.is_available() or _a_fork_can_train()
+    is_possible = hasattr(os, "fork") and not torch.cuda.is_initialized()
+    return is_possible and _a_fork_can_train()
 
 
 def _a_fork_can_train() -> bool:
@@ -154,8 +154,8 @@ def _sent(function: Callable[[], int], output: Path, patience: float) -> int | N
     except Exception as error:  # pickle, and what it asks, raise errors of many kinds
         raise ValueError(
             "here each run is a fresh process, since this one cannot fork (Windows, or it has"
-            " trained where there is a GPU): give functions that are defined at the top of a file,"
-            f" not lambdas or local ones ({error})."
+            " trained where there is a GPU, or traced a backward pass): give functions that are"
+            f" defined at the top of a file, not lambdas or local ones ({error})."
         ) from None
     process = multiprocessing.get_context("spawn").Process(
         target=_call_and_end, args=(function, output)
