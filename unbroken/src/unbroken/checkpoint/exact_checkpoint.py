@@ -12,7 +12,8 @@ validation and its logging are done, and no hook of the next one has been called
 validation saves the state of its start.
 
 Which hook does what stands in hooks.py. The objects that do it have a file each. engine.py makes
-them for one training; the last two are of the callback, and serve all its trainings:
+them for one training; the last three, and the best, are of the callback, and serve all its
+trainings:
 
 - kept.py: the parts of a checkpoint, and how they are taken
 - saving.py: what is due to be saved, and the one place that saves it
@@ -21,6 +22,7 @@ them for one training; the last two are of the callback, and serve all its train
 - validation.py: the validation that a stop may cut
 - cut_epoch.py: the epoch that a limit has cut
 - windows.py: the digests of what the run trains on and becomes
+- stopping/agreement.py: what the ranks agree on
 - ending.py: the signals, and how a run ends when it is asked to stop
 - own_folder.py: the folder of the run
 """
