@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import io
 import itertools
+import random
 import weakref
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from unbroken.errors import UserError
 from unbroken.parts.plain_values import copied, is_plain, is_unchanged
@@ -325,7 +327,10 @@ class HoldsItself:
 
 
 class Named(set[int]):
-    """Holds more than its attributes."""
+    """Holds more than its attributes, and compares only who it is."""
+
+    __eq__ = object.__eq__
+    __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, *numbers: int) -> None:
         super().__init__(numbers)
@@ -342,8 +347,15 @@ class Named(set[int]):
         (HoldsItself, (1.0,), (2.0,)),
         (Named, (1, 2), (1, 3)),
         (lambda x: [ComparesWhoItIs(x)], (1.0,), (2.0,)),
+        (lambda x: np.array([ComparesWhoItIs(x)], object), (1.0,), (2.0,)),
+        (random.Random, (1,), (2,)),
+        (lambda x: Image.new("L", (2, 2), x), (1,), (2,)),
+        (date, (2020, 1, 1), (2020, 1, 2)),
     ],
-    ids=["slots", "private slot", "identity", "dataclass", "itself", "derived set", "list"],
+    ids=[
+        *("slots", "private slot", "identity", "dataclass", "itself", "derived set", "list"),
+        *("array of objects", "generator", "image", "date"),
+    ],
 )
 def test_objects_that_hold_the_same_are_the_same(
     make: Any, one: tuple[Any, ...], other: tuple[Any, ...]

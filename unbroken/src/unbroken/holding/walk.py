@@ -17,7 +17,6 @@ import numpy as np
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
 from unbroken.holding.bounds import DEEPEST, LONGEST, MOST_OBJECTS
-from unbroken.tensors.attributes import attributes_of
 
 # What every module has. The walk goes on through a module's own attributes and its layers.
 OF_EVERY_MODULE = {*vars(LightningModule()), *vars(LightningDataModule())}
@@ -104,6 +103,14 @@ def base_class_of(value: Any) -> Any:
     return next(kind for kind in BUILTINS if isinstance(value, kind))
 
 
+def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object, those in slots among them."""
+    yield from getattr(value, "__dict__", {}).items()
+    for name in names_of_slots(type(value)):
+        if hasattr(value, name):
+            yield name, getattr(value, name)
+
+
 def label(key: Any, place: int) -> str:
     """The name of a dictionary's entry: its key, or its place where the key is an object."""
     is_text = isinstance(key, LEAVES) or type(key) is tuple
@@ -117,6 +124,16 @@ def loaders_in(loaders: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from loaders_in(each, f"{name}.{key}".lstrip("."))
     elif loaders is not None:
         yield name, loaders
+
+
+def names_of_slots(kind: type) -> list[str]:
+    """The attributes that a class of the user's keeps in slots, instead of a dictionary."""
+    names: list[str] = []
+    for each in kind.__mro__:
+        slots = vars(each).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    # Python gives a private name another one.
+    return [name for name in names if not name.startswith("__")]
 
 
 def children_of(place: Place) -> Iterator[Place]:

@@ -68,7 +68,6 @@ from unbroken.parts.plain_values import (
 )
 from unbroken.parts.remade import is_fillable
 from unbroken.parts.users_callbacks import NOT_THE_USERS, set_by_lightning, users_callbacks
-from unbroken.tensors.attributes import attributes_of, names_of_slots
 
 OF_EVERY_MODULE = walk.OF_EVERY_MODULE | {"track_running_stats"}
 IMMUTABLE = {type(None), *NUMBERS_AND_TEXTS}
@@ -520,7 +519,7 @@ class _Look:
         places: list[Place] = []
         if isinstance(owner, nn.Module):
             left_out = OF_EVERY_MODULE
-        for attribute, value in attributes_of(owner):
+        for attribute, value in walk.attributes_of(owner):
             is_cached = isinstance(getattr(type(owner), attribute, None), functools.cached_property)
             if not is_cached and attribute not in left_out:
                 places += self._child(f"{name}.{attribute}", value, inside, depth)
@@ -562,7 +561,7 @@ class _Look:
         for key, each in walk.held_by(value):
             places += self._child(f"{name}.{key}", each, inside, depth)
         if is_users_own(type(value)):
-            for attribute, each in attributes_of(value):
+            for attribute, each in walk.attributes_of(value):
                 places += self._child(f"{name}.{attribute}", each, inside, depth)
         return places
 
@@ -654,7 +653,7 @@ class _Look:
         if inside.keeps_attributes and is_object(value):
             return self._owner(name, value, inside, depth)
         inside = inside._replace(attribute=inside.attribute or name)
-        if not hasattr(value, "__dict__") and not names_of_slots(type(value)):
+        if not hasattr(value, "__dict__") and not walk.names_of_slots(type(value)):
             self._tell(name, Identity(value), inside)
             return []
         self._tell(name, type(value), inside)
@@ -725,7 +724,7 @@ def _read_by_workers_that_stay(trainer: Trainer) -> set[int]:
             value = waiting.pop()
             if isinstance(value, Dataset) and id(value) not in found:
                 found.add(id(value))
-                waiting += [each for _, each in attributes_of(value)]
+                waiting += [each for _, each in walk.attributes_of(value)]
     return found
 
 

@@ -3,7 +3,8 @@
 import copy
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import MethodType
 from typing import Any
 
@@ -11,10 +12,9 @@ import numpy as np
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
-from unbroken.tensors.attributes import attributes_of
 
-# Py_TPFLAGS_HEAPTYPE: classes that Python code has made
-IS_MADE_AT_RUN_TIME = 1 << 9
+# Of pickle, as copy.deepcopy asks for it
+PROTOCOL = 4
 # The types of whole numbers that have the bits of others, by their bytes
 AS_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -36,8 +36,9 @@ def is_same(a: Any, b: Any) -> bool:
     """Whether two nested values hold the same, bit by bit, in the same order. So not a number is
     the same as itself, and 0.0 is another number than -0.0.
 
-    An object is the same as another of its class that has the same attributes, whatever its own
-    comparison says: many compare only who they are. A weak reference holds nothing.
+    An object is the same as another of its class that is made of the same, as pickle and deepcopy
+    take it apart, also where its own comparison says that it is not: many compare only who they
+    are. A weak reference holds nothing.
     """
     return _is_same(a, b, frozenset())
 
@@ -61,22 +62,29 @@ def _holds_same(a: Any, b: Any, outer: frozenset[tuple[int, int]]) -> bool:
         return len(a) == len(b) and all(_is_same(*pair, outer) for pair in zip(a, b, strict=True))
     if isinstance(a, MethodType):
         return a.__func__ is b.__func__ and _is_same(a.__self__, b.__self__, outer)
-    if has_attributes_alone(a) and _is_same(dict(attributes_of(a)), dict(attributes_of(b)), outer):
-        return True
-    try:
-        return bool(a == b) or bool(a != a and b != b)
-    except (RuntimeError, ValueError):
-        # Two dataclasses with tensors, say. They have other attributes.
-        return False
+    # A comparison of the user's may fail: that of two dataclasses with tensors does.
+    with suppress(Exception):
+        if a == b:
+            return True
+    parts = _parts_of(a)
+    return parts is not None and _is_same(parts, _parts_of(b), outer)
 
 
-def has_attributes_alone(value: Any) -> bool:
-    """Whether all that an object holds is in attributes. One of a class of C's, or derived from it,
-    may hold more.
+def _parts_of(value: Any) -> list[Any] | None:
+    """What an object is made of, as pickle takes it apart: attributes, also in slots, entries, and
+    what a class of C's holds. None: it cannot be taken apart.
     """
-    classes = type(value).__mro__[:-1]
-    is_pythons = all(each.__flags__ & IS_MADE_AT_RUN_TIME for each in classes)
-    return is_pythons and any(True for _ in attributes_of(value))
+    try:
+        made_by = value.__reduce_ex__(PROTOCOL)
+    except Exception:
+        return None
+    # A text is a name of something global.
+    return None if isinstance(made_by, str) else [_listed(each) for each in made_by]
+
+
+def _listed(part: Any) -> Any:
+    """The entries of a list or dictionary come as an iterator."""
+    return list(part) if isinstance(part, Iterator) else part
 
 
 def is_ordinary(tensor: Tensor) -> bool:
@@ -125,7 +133,7 @@ def tensors_inside(sparse: Tensor) -> tuple[Tensor, ...]:
 
 def _is_same_array(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
     if a.dtype.hasobject:
-        return np.array_equal(a, b)
+        return a.shape == b.shape and is_same(a.ravel().tolist(), b.ravel().tolist())
     return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
 
 
@@ -139,7 +147,7 @@ LEAVES: tuple[tuple[Any, Callable[[Any, Any], bool]], ...] = (
     (Tensor, _is_same_tensor),
     (np.ndarray, _is_same_array),
     (np.generic, lambda a, b: a.tobytes() == b.tobytes()),
-    ((str, bytes, range), operator.eq),
+    ((str, bytes, int, range), operator.eq),
     ((float, complex), _has_same_text),
     (weakref.ReferenceType, lambda a, b: True),
 )
