@@ -171,8 +171,10 @@ def test_no_signal_is_lost_as_a_scripts_training_ends(workplace: Path, step: int
         finally:
             sys.settrace(None)
         assert checkpoint(Path(f"r{number}/last.ckpt"))["global_step"] == 1
-    # Ours, and Lightning's for Ctrl-C that the script has again.
-    assert codes == {130, 1}
+    # Ours; and Lightning's for Ctrl-C, which the script has again for the last few lines. Where not
+    # each line is tried, these may be left out.
+    assert codes - {1} == {130}
+    assert 1 in codes or step > 1
 
 
 def test_what_a_scripts_handler_raises_ends_the_run_after_the_save(workplace: Path) -> None:
