@@ -359,7 +359,7 @@ def test_what_one_training_could_not_save_is_none_of_the_next(
 
 
 @pytest.mark.usefixtures("_writes")
-def test_a_best_that_has_waited_is_written_behind_the_rows_of_its_metrics(
+def test_a_best_that_has_waited_is_written_after_the_rows_of_its_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES["best alone, mended at the stop"]

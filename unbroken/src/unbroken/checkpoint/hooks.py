@@ -242,7 +242,8 @@ class Hooks(Callback):
         engine = self.engine
         self._agree_in_evaluation(trainer, batch_idx, dataloader_idx)
         if not engine.agreement.is_stop or trainer.sanity_checking:
-            # SLURM's signal, which is noted already. The run stops before its first batch.
+            # In the sanity check only SLURM's signal is noted. The run stops before its first batch,
+            # where it can be saved.
             return
         if engine.validation.runs:
             snapshot = engine.validation.state_for_a_stop(trainer)

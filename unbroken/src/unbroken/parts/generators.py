@@ -111,6 +111,7 @@ class GeneratorsOfEpochStart(Note):
         generators: The parts that keep generators.
     """
 
+    # As checkpoints name it.
     name = "before_hooks_of_epoch"
     changes_in_validation = False
 

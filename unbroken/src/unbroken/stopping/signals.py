@@ -216,7 +216,8 @@ class ScriptSignals:
         if not self._handlers:
             return Asked()
         try:
-            # Python's own handler of Ctrl-C raises, also here: SIGINT, the first, is the last.
+            # SIGINT was taken first and is given back last: Python's own handler of it raises, also
+            # between two of these lines.
             for number, handler in reversed(self._handlers.items()):
                 signal.signal(number, handler)
         finally:

@@ -78,8 +78,10 @@ def _parts_of(value: Any) -> list[Any] | None:
         made_by = value.__reduce_ex__(PROTOCOL)
     except Exception:
         return None
-    # A text is a name of something global.
-    return None if isinstance(made_by, str) else [_listed(each) for each in made_by]
+    if isinstance(made_by, str):
+        # The name of something global, such as a function.
+        return None
+    return [_listed(each) for each in made_by]
 
 
 def _listed(part: Any) -> Any:
