@@ -242,7 +242,7 @@ class Hooks(Callback):
         engine = self.engine
         self._agree_in_evaluation(trainer, batch_idx, dataloader_idx)
         if not engine.agreement.is_stop or trainer.sanity_checking:
-            # In the sanity check only SLURM's signal is noted. The run stops before its first batch,
+            # In the sanity check only SLURM's signal is noted. A run stops before its first batch,
             # where it can be saved.
             return
         if engine.validation.runs:
