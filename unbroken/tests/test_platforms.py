@@ -21,8 +21,6 @@ from tests.commands import complete
 from tests.other_systems import VALUES
 from tests.promises import SEARCHED
 
-FIT = ["--model", "tests.other_tasks.TestedAutoEncoder", "--data", "tests.other_tasks.NoisyWaves"]
-FIT += ["--monitor", "val_loss", "--mode", "min", "--limit_train_batches", "6"]
 FIT = ["--data.source", "sample", "--data.train_samples", "640", "--data.val_samples", "128"]
 FIT += ["--data.test_samples", "128", "--data.batch_size", "64", "--model.network", "MLP"]
 FIT += ["--max_epochs", "2", "--accelerator", "cpu", "--log_every_n_steps", "5"]

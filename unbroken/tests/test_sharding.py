@@ -108,6 +108,7 @@ def test_sharded_weights_train_go_on_and_test_as_whole_ones(workplace: Path) -> 
     assert summary(sharded)["world_size"] == 1
 
 
+@pytest.mark.nightly
 def test_a_sharded_run_resumes_exactly_inside_an_epoch(workplace: Path) -> None:
     # The schedule depends on the number of steps. The pixels are shifted at random.
     steady = [*STEADY, "--data.shift_pixels", "2"]

@@ -65,6 +65,7 @@ def test_a_process_that_has_traced_a_backward_pass_says_that_it_cannot_fork() ->
     assert "Autograd-and-Fork" not in ended.stderr
 
 
+@pytest.mark.nightly
 def test_what_is_not_kept_is_named_with_the_lines_that_mend_it() -> None:
     text = failure_of(Plain, trainer={"callbacks": [Averages()]})
     assert text.startswith("not exact: the run that was killed (")

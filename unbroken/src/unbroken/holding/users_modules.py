@@ -9,6 +9,18 @@ LIBRARY = "unbroken"
 TASKS = ("unbroken.tasks.", "unbroken.data.")
 
 
+def users_modules() -> tuple[str, ...]:
+    """The names of all modules of the user's own that are imported, sorted."""
+    return _users_among(tuple(sys.modules))
+
+
+# They are asked for at every save, and thousands of modules are imported, nearly all before
+# training.
+@functools.lru_cache(maxsize=1)
+def _users_among(names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(filter(is_users_module, names)))
+
+
 @functools.cache
 def is_users_module(name: str) -> bool:
     """Whether a module of this name, which is imported, is the user's own."""

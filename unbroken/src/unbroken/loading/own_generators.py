@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from unbroken.holding.users_modules import is_users_module
+from unbroken.holding.users_modules import users_modules
 from unbroken.holding.walk import Place, children_of, walk
 
 KINDS = (
@@ -53,7 +53,7 @@ def generators_of_modules() -> dict[str, Any]:
     """Every generator in a global variable of the user's own modules, his script among them."""
     found: dict[str, Any] = {}
     kinds = classes_of_generators()
-    for name in sorted(filter(is_users_module, list(sys.modules))):
+    for name in users_modules():
         variables = vars(sys.modules[name]).copy()
         # Each global variable is asked at each save. That there is none is told soonest by the set.
         if kinds.isdisjoint(map(type, variables.values())):
