@@ -25,7 +25,7 @@ from unbroken.errors import UserError
 from unbroken.parts.plain_values import copied, is_plain, is_unchanged
 from unbroken.parts.remade import Remaking
 from unbroken.storage.savable import made_plain
-from unbroken.tensors.same_values import is_same
+from unbroken.tensors.same_values import PIECE, deep_copy, is_same
 
 CPU = torch.device("cpu")
 
@@ -284,6 +284,39 @@ NAN = float("nan")
 )
 def test_tensors_that_hold_the_same_are_the_same(one: Any, other: Any, expected: bool) -> None:
     assert is_same(one, other) is expected
+
+
+def masked(numbers: Tensor) -> Any:
+    return np.ma.masked_less(numbers.numpy(), -5.0)
+
+
+@pytest.mark.parametrize("count", [PIECE // 4, PIECE // 4 + 1, PIECE])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda numbers: numbers,
+        lambda numbers: numbers.to(torch.bfloat16),
+        lambda numbers: numbers.to(torch.complex128),
+        lambda numbers: numbers.to(torch.int8),
+        lambda numbers: torch.stack([numbers, numbers]).t(),
+        lambda numbers: numbers.numpy(),
+        lambda numbers: numbers.long().numpy()[::-1],
+        lambda numbers: numbers.numpy().astype(">i2"),
+        lambda numbers: numbers.numpy().astype("S3"),
+        masked,
+    ],
+    ids=[
+        *("tensor", "bfloat16", "complex", "int8", "transposed", "array", "flipped"),
+        *("foreign order", "texts", "masked"),
+    ],
+)
+def test_large_values_are_compared_to_the_last_number(make: Any, count: int) -> None:
+    for place in (0, count // 2, count - 1):
+        numbers = torch.full([count], 7.0)
+        before = deep_copy(make(numbers))
+        numbers[place] = -7
+        assert is_same(before, make(torch.full([count], 7.0)))
+        assert not is_same(before, make(numbers))
 
 
 class InSlots:

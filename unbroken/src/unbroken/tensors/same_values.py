@@ -17,6 +17,8 @@ from torch import Tensor
 PROTOCOL = 4
 # The types of whole numbers that have the bits of others, by their bytes
 AS_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Bytes of a large value that are compared at a time: so few stay in the processor's cache.
+PIECE = 2**18
 
 
 def deep_copy(value: Any) -> Any:
@@ -102,7 +104,11 @@ def _is_same_tensor(a: Tensor, b: Tensor) -> bool:
         return False
     if a.layout != torch.strided:
         return all(map(_is_same_tensor, tensors_inside(a), tensors_inside(b)))
-    return bool(torch.equal(bits_of(a), bits_of(b)))
+    one, other = bits_of(a), bits_of(b)
+    if one.nbytes > PIECE and one.is_cpu and type(one) is Tensor:
+        # torch.equal takes nearly twice as long.
+        return _is_same_array(one.numpy(), other.numpy())
+    return bool(torch.equal(one, other))
 
 
 def bits_of(tensor: Tensor) -> Tensor:
@@ -136,7 +142,18 @@ def tensors_inside(sparse: Tensor) -> tuple[Tensor, ...]:
 def _is_same_array(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
     if a.dtype.hasobject:
         return a.shape == b.shape and is_same(a.ravel().tolist(), b.ravel().tolist())
-    return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    one, other = a.reshape(-1), b.reshape(-1)
+    is_whole_numbers = type(a) is np.ndarray and a.dtype.kind in "biu"
+    is_same_piece = np.array_equal if is_whole_numbers else _has_same_bytes
+    step = max(1, PIECE // max(1, a.itemsize))
+    pieces = (slice(start, start + step) for start in range(0, a.size, step))
+    return all(is_same_piece(one[piece], other[piece]) for piece in pieces)
+
+
+def _has_same_bytes(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> bool:
+    return a.tobytes() == b.tobytes()
 
 
 def _has_same_text(a: Any, b: Any) -> bool:
