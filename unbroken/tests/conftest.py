@@ -185,7 +185,9 @@ def is_nightly(config: pytest.Config) -> bool:
 @pytest.fixture(autouse=True)
 def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     no_surprises(monkeypatch)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    from unbroken.stopping.signals import STOP_SIGNALS
+
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     environment = dict(os.environ)
     # What a loader's worker replaces in its own process, where a test prepares one in this process.
     monkeypatch.setattr(Queue, "_on_queue_feeder_error", vars(Queue)["_on_queue_feeder_error"])

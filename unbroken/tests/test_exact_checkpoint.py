@@ -899,6 +899,101 @@ def test_a_data_module_without_a_state_is_stopped_in_a_validation(workplace: Pat
     assert checkpoint(Path("r/last.ckpt"))["run"]["state"]["place"] == "validation"
 
 
+class Count:
+    """Is not looked into, since it has no dictionary."""
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: dict[str, int] = {}
+
+    def add(self, name: str) -> None:
+        self.entries[name] = self.entries.get(name, 0) + 1
+
+
+class CountedData(Stateless):
+    """Has an empty state until the first validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = Count()
+
+    def state_dict(self) -> Any:
+        return dict(self.count.entries)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count.entries = dict(state)
+
+
+class CountsValidated(Callback):
+    """Counts the batches of validations, itself and in the data module."""
+
+    def __init__(self) -> None:
+        self.count = Count()
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.count.add("batches")
+        trainer.datamodule.count.add("batches")  # type: ignore[attr-defined]
+
+    def on_validation_end(self, *_: Any) -> None:
+        self.count.add("validations")
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self.count.entries)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count.entries = dict(state_dict)
+
+
+def test_a_stop_in_the_first_validation_saves_states_that_were_empty_before_it(
+    workplace: Path,
+) -> None:
+    def ended(folder: str, *callbacks: Callback) -> list[dict[str, int]]:
+        keep, counts, data = ExactCheckpoint(folder), CountsValidated(), CountedData()
+        trainer = Trainer(
+            max_epochs=1,
+            accelerator="cpu",
+            callbacks=[counts, keep, *callbacks],
+            logger=False,
+            enable_progress_bar=False,
+            num_sanity_val_steps=0,
+        )
+        trainer.fit(Regression(), datamodule=data, ckpt_path=keep.resume_from)
+        return [counts.count.entries, data.count.entries]
+
+    undisturbed = ended("undisturbed")
+    assert undisturbed[1]["batches"] > 0
+    with pytest.raises(Stopped):
+        ended("stopped", StopsInValidation())
+    assert ended("stopped") == undisturbed
+
+
+class InTwoGroups(Regression):
+    """Its first layer has a group of its own."""
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(part.parameters())} for part in (self.net[0], self.net[2])]
+        return torch.optim.SGD(groups, 0.01)
+
+
+class TakesAGroupOut(Callback):
+    """Takes the first of two groups out of the optimizer as the first validation starts."""
+
+    def on_validation_start(self, trainer: Trainer, *_: Any) -> None:
+        groups = trainer.optimizers[0].param_groups
+        if len(groups) == 2 and not trainer.sanity_checking:
+            del groups[0]
+
+
+def test_a_stop_in_a_validation_saves_a_group_that_its_start_has_taken_out(workplace: Path) -> None:
+    flags = {"epochs": 1, "limit_train_batches": 20, "val_check_interval": 10}
+    fit("undisturbed", TakesAGroupOut(), make=InTwoGroups, **flags)
+    with pytest.raises(Stopped):
+        fit("stopped", TakesAGroupOut(), StopsInValidation(), make=InTwoGroups, **flags)
+    fit("stopped", TakesAGroupOut(), make=InTwoGroups, **flags)
+    assert_same_end(Path("undisturbed"), Path("stopped"))
+
+
 class NotesSamples(Regression):
     """Trains on a loader that has a state, and notes what it gives."""
 

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -472,6 +473,42 @@ def test_a_gather_that_begins_to_draw_in_a_later_epoch_is_seeded_from_there_on()
     assert is_same(rest, whole[2:])
 
 
+class ItsKey(Dataset[Any]):
+    """Each sample is the key that it is asked by."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, key: Any) -> Any:
+        return key
+
+
+class Place(IntEnum):
+    """Where something lies."""
+
+    LEFT = 0
+    RIGHT = 1
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        [2**63 + 1, 2**63, 2**64 - 1, 5],
+        [2**53 + 1, 0.5, 3, 4],
+        [0, (1, 2), 3, 4],
+        [True, 2, 3, 4],
+        [Place.RIGHT, Place.LEFT, 3, 4],
+        [4, 3, 2, 1],
+    ],
+    ids=["large", "with a fraction", "with a pair", "with a bool", "of an enumeration", "small"],
+)
+def test_samples_are_asked_by_the_keys_that_the_sampler_gives(keys: list[Any]) -> None:
+    plain = DataLoader(ItsKey(), sampler=keys, batch_size=2, collate_fn=list)
+    kinds = [type(key) for batch in plain for key in batch]
+    assert list(exact(plain)) == list(plain)
+    assert [type(key) for batch in exact(plain) for key in batch] == kinds
+
+
 NAMED_KEYS = """
 import random
 from unbroken.loading import Fetch
@@ -635,6 +672,35 @@ def test_a_worker_that_is_asked_to_stop_as_it_starts_does_not_end(
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
     assert len([*read()]) >= 6
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == blocked
+
+
+class AsksOnArrival(Numbers):
+    """As a worker unpickles it, the worker is asked to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(24)
+        self.number = number
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        os.kill(os.getpid(), self.number)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
+@pytest.mark.daily(1)
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_worker_that_imports_the_main_module_ignores_what_asks_it_to_stop(
+    number: int, method: str
+) -> None:
+    """That takes seconds, in which a terminal's Ctrl-C reaches it, too."""
+    samples = AsksOnArrival(number)
+    loader = DataLoader(samples, 4, num_workers=1, multiprocessing_context=method)
+    assert len([*exact(loader)]) == 6
+    process = multiprocessing.get_context(method).Process(target=signal.raise_signal, args=[number])
+    process.start()
+    process.join()
+    assert process.exitcode not in (None, 0), "another process of the user's is ended by it"
 
 
 def test_lightning_ends_the_workers_of_a_training(tmp_path: Path) -> None:

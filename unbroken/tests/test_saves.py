@@ -313,8 +313,7 @@ def test_saves_that_cost_too_much_come_less_often_and_a_line_says_so_once(
     assert interval.seconds_with(costs) == pytest.approx(220)
     told = capsys.readouterr().out
     assert told == (
-        "a save takes 4.1 s of writing and 0.3 s of waiting: every 220 s in the place of every"
-        " 60 s.\n"
+        "a save takes 4.4 s of writing and waiting: every 220 s in the place of every 60 s.\n"
     )
 
 

@@ -17,7 +17,7 @@ since. A list of them is what a moment needs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning
 import torch
@@ -117,28 +117,38 @@ class WeightValues(BeforeHooks):
                 tensor.copy_(value)
 
 
+class GroupsBefore(NamedTuple):
+    """The groups of one optimizer, what each of them held, and the states of its parameters."""
+
+    optimizer: Any
+    groups: list[dict[str, Any]]
+    values: list[dict[str, Any]]
+    states: dict[Any, Any]
+
+
 class OptimizerGroups(BeforeHooks):
     """The groups of optimizers, and which state each parameter has. The state's tensors are not
     copied, since they may be larger than the weights: what hooks change inside them stays.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self.before: list[tuple[Any, list[dict[str, Any]], dict[Any, Any]]] = []
+        self.before: list[GroupsBefore] = []
         for optimizer in trainer.optimizers:
-            groups = [dict(group) for group in optimizer.param_groups]
+            groups = list(optimizer.param_groups)
             # Beside the states of parameters there may be values of any kind.
             states = {
                 key: dict(state) if isinstance(state, dict) else state
                 for key, state in optimizer.state.items()
             }
-            self.before.append((optimizer, groups, states))
+            self.before.append(GroupsBefore(optimizer, groups, list(map(dict, groups)), states))
 
     def give_back(self, trainer: Trainer) -> None:
-        for optimizer, groups, states in self.before:
-            del optimizer.param_groups[len(groups) :]
-            for group, before in zip(optimizer.param_groups, groups, strict=True):
+        for optimizer, groups, values, states in self.before:
+            # A hook may have added some, and taken some out.
+            optimizer.param_groups[:] = groups
+            for group, value in zip(groups, values, strict=True):
                 group.clear()
-                group.update(before)
+                group.update(value)
             optimizer.state.clear()
             optimizer.state.update(states)
 
@@ -150,7 +160,8 @@ class OptimizerStates(BeforeHooks):
         self.states = [deep_copy(each.state_dict()) for each in trainer.optimizers]
 
     def give_back(self, trainer: Trainer) -> None:
-        for optimizer, state in zip(trainer.optimizers, self.states, strict=True):
+        # A hook may have added one.
+        for optimizer, state in zip(trainer.optimizers, self.states, strict=False):
             optimizer.load_state_dict(state)
 
 

@@ -95,7 +95,7 @@ class CutEpoch:
             before = copies.get(id(parameter))
             if before is not None and not torch.equal(before, parameter.detach()):
                 weights[name] = before.cpu()
-        groups = [plain_groups(groups) for _, groups, _ in self._optimizers.before]
+        groups = [plain_groups(each.values) for each in self._optimizers.before]
         schedules = [state for _, state in self._schedules.states]
         return {"weights": weights, "groups": groups, "schedules": schedules}
 

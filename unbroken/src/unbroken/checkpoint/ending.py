@@ -72,7 +72,8 @@ class Ending:
     ) -> NoReturn:
         """End the run as the signal asks. At SLURM's, the job is queued again first.
 
-        ``raised_late``: what the script's own handler has raised before the script got it back.
+        ``raised_late``: what the script's own handler of it has raised, where the handlers have
+        been given back since.
         """
         if signum == self._requeue_signal:
             if trainer.is_global_zero:

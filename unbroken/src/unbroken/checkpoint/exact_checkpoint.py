@@ -12,8 +12,8 @@ validation and its logging are done, and no hook of the next one has been called
 validation saves the state of its start.
 
 Which hook does what stands in hooks.py. The objects that do it have a file each. engine.py makes
-them for one training; the last three, and the best, are of the callback, and serve all its
-trainings:
+them for one training. What the ranks agree on, the ending, the folder and the best are of the
+callback, and serve all its trainings:
 
 - kept.py: the parts of a checkpoint, and how they are taken
 - saving.py: what is due to be saved, and the one place that saves it

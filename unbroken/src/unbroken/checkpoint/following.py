@@ -140,7 +140,7 @@ class Best:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the best so far, unless another metric or direction is followed now."""
         if not isinstance(state["score"], float | None) or state["mode"] not in ("min", "max"):
-            raise TypeError("the best value so far is no number")
+            raise TypeError("the best value so far, or whether lower is better, cannot be read")
         kept = {name: state[name] for name in ("monitor", "score", "epoch", "metrics")}
         then = replace(self, **kept)
         is_the_same = self.monitor in (None, then.monitor) and then.mode == state["mode"]

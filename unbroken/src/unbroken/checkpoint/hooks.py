@@ -48,18 +48,21 @@ class Hooks(Callback):
     | on_train_batch_end | the batch may be digested, a window may end | windows |
     | on_train_batch_end | the ranks agree to save or stop before the next batch | saving |
     | on_validation_start | a snapshot, for a stop inside the validation | validation |
-    | on_validation_batch_end, on_test_batch_end | SAVE at a stop; sums over ranks | saving |
+    | on_validation_batch_end, on_test_batch_end | sums over ranks | hooks |
+    | on_validation_batch_end | at a stop: SAVE the state of the validation's start | saving |
+    | on_test_batch_end | at a stop: the test is given up | ending |
     | on_validation_end | the followed metric is compared | validation, following |
     | on_test_start | signals are only noted from here | hooks |
-    | on_test_end | values that ranks do not share are told | hooks |
+    | on_validation_end, on_test_end | values that ranks do not share are told | hooks |
     | on_train_epoch_end | a snapshot where a limit cuts the epoch | cut_epoch |
     | on_train_epoch_end | loaders are told; sums over ranks | loading, hooks |
     | on_train_epoch_end | a window of digests ends | windows |
     | on_train_epoch_end, on_train_epoch_start | data that change in between are told | kept |
     | on_train_epoch_start, on_train_end | SAVE between two epochs, and after the last | saving |
     | on_train_epoch_start | generators are noted before the user's hooks of it | kept |
-    | on_exception | waits for a save under way and 8 s for the mirror; gives signals back | hooks |
-    | teardown | waits for the mirror; gives signals back; a late stop | ExactCheckpoint |
+    | on_exception | waits for a save under way, and then for the mirror until 8 s after | hooks |
+    | | the signal; gives signals back | |
+    | teardown | waits for a save, the mirror; signals back; a late stop | ExactCheckpoint |
     | on_fit_end | where nothing was left to train: the hooks of its end again | restoring |
     """
 

@@ -71,15 +71,13 @@ class Interval:
         """The seconds between two saves: the wish, or more where saves cost too large a share. Then
         a line says so, once.
         """
-        waited = costs.last_wait_seconds
-        written = costs.last_background_seconds
         needed = costs.usual_seconds / LARGEST_SHARE
         if needed <= self.seconds:
             return self.seconds
         if not self._has_told:
             self._has_told = True
             say(
-                f"a save takes {written:.1f} s of writing and {waited:.1f} s of waiting: every"
+                f"a save takes {costs.usual_seconds:.1f} s of writing and waiting: every"
                 f" {needed:.0f} s in the place of every {self.seconds:g} s."
             )
         return needed

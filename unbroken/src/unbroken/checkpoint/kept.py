@@ -147,8 +147,8 @@ class KeptParts:
         return snapshot
 
     def _add(self, snapshot: Snapshot, trainer: Trainer, parts: Sequence[Part]) -> None:
-        """Take parts, those of the generators last: :meth:`without_a_trace` has put them back by
-        then, whatever the other parts have drawn.
+        """Take parts, those of the generators last: :meth:`without_a_trace` has put the generators
+        back by then, whatever was drawn as the other parts were taken.
         """
         with self.without_a_trace(trainer):
             snapshot.add(trainer, [part for part in parts if part not in self.generators])

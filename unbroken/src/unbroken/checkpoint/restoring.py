@@ -14,10 +14,10 @@ c. The last of these hooks is done (a seam after ``on_train_start``, in seams.py
    Lightning leaves out there. It then puts the loaders where training starts, undoes what the
    hooks have changed, and gives every part back.
 d. The checkpoint was saved after Lightning had called the samplers' ``set_epoch``, in which a
-   sampler may draw. Lightning calls it again when c is done. So generators and samplers are given
-   back a second time (:meth:`Restoring.give_generators_again`): if the run resumes inside an epoch,
-   when that epoch's loop begins, before a batch is asked for; if it resumes between epochs, in
-   front of the user's ``on_train_epoch_start``. After the first batch
+   sampler may draw. Lightning calls it again when step c is done. So generators and samplers are
+   given back a second time (:meth:`Restoring.give_generators_again`): if the run resumes inside an
+   epoch, when that epoch's loop begins, before a batch is asked for; if it resumes between epochs,
+   in front of the user's ``on_train_epoch_start``. After the first batch
    (:meth:`Restoring.batch_ends`) only the number of validated batches is left to give back
    (:meth:`Restoring.validation_starts`).
 
@@ -47,8 +47,8 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
    k as fetched or as the last; their number of completed batches is k (``clean_counters`` in
    parts/loops.py; ``Resume.of`` reads it). Two cases are special:
 
-   - A validation has followed batch k - 1. Lightning would end that batch a second time as it
-     resumes, and count its step again. ``clean_counters`` tells how that is avoided.
+   - A validation has followed batch k - 1. A loop of Lightning's that resumes there ends that batch
+     a second time, and counts its step again. Ours does not (``clean_counters`` tells how).
    - The run was stopped inside a validation. The state at the validation's start was saved
      (validation.py), and the resumed run begins with that validation, from its first batch. After
      the last step of ``max_steps`` Lightning would enter no epoch for it: so ``max_steps`` is one
@@ -388,7 +388,7 @@ class Restoring:
             self._state_types.begin(trainer)
         settings = self._kept.settings
         settings.give_back_early(trainer, resume.shared.get(settings.name, {}))
-        if resume.is_after_last_step:
+        if resume.was_cut_after_last_step:
             settings.add_step(trainer)
 
     def training_starts(self, trainer: Trainer) -> None:
@@ -424,7 +424,7 @@ class Restoring:
         if self._resume is None:
             noted.loaders_are_made(trainer)
         else:
-            noted.return_to_loaders(trainer, self._resume.mine(trainer).get(noted.name, {}))
+            noted.return_to_before_loaders(trainer, self._resume.mine(trainer).get(noted.name, {}))
 
     # c. All start-up hooks are done
 
@@ -464,7 +464,7 @@ class Restoring:
         for position in self._loading.positions:
             position.set_epoch(trainer.current_epoch)
         noted = self._kept.generators_of_epoch_start
-        noted.return_to_hooks(trainer, resume.mine(trainer).get(noted.name, {}))
+        noted.return_to_before_hooks(trainer, resume.mine(trainer).get(noted.name, {}))
         call_epoch_start_again(trainer)
 
     def _give_back(self, trainer: Trainer, resume: Resume) -> None:
@@ -594,8 +594,8 @@ class Restoring:
 
     @property
     def came_only_for_a_validation(self) -> bool:
-        """Whether the run went on only for a validation that is not over. Before a batch that
-        means: none has come.
+        """Whether the run went on only for a validation that is not over. Where a batch comes, and
+        this is still so, Lightning has made no validation.
         """
         return self._kept.settings.steps_more > 0
 

@@ -41,7 +41,7 @@ class Resume:
     # Whether the run had stopped early and is to stay so.
     should_stop: bool
     # Whether the run was stopped in the validation after its last step.
-    is_after_last_step: bool
+    was_cut_after_last_step: bool
     run_id: str | None
 
     @classmethod
@@ -81,7 +81,7 @@ class Resume:
             batch_sizes=mine.get(BatchSizes.name, []),
             data_start=data_start,
             should_stop=should_stop,
-            is_after_last_step=place == "validation" and ended,
+            was_cut_after_last_step=place == "validation" and ended,
             run_id=saved.get("run_id"),
         )
 

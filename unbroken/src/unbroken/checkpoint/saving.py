@@ -7,13 +7,13 @@ A run is saved
   stop. A save by time or steps is put off while the previous one is being written. With loaders
   that cannot start inside an epoch only a new best is saved there;
 - between two epochs (:meth:`Saving.between_epochs`): in the ``on_train_epoch_start`` of the next
-  one, before the user's hooks of that name. A new best, a save that is due and a stop are always
-  saved there. Else none is made while the previous one is being written, or where it is so recent
-  that another one would cost too much (``Interval.is_too_soon``; of the saves that a thread writes
-  the third is the first that may be left out so). A run that cannot start inside an epoch may so
-  lose several short epochs of a large state: those after its last save, if it is stopped or killed
-  inside a later one. Before Lightning's extra epoch that updates batch norms for averaged weights,
-  only a new best is saved;
+  one, before the user's hooks of that name. A new best, a save that the ranks have agreed on and a
+  stop are always saved there. Else none is made while the previous one is being written, or where
+  it is so recent that another one would cost too much (``Interval.is_too_soon``; of the saves that
+  a thread writes the third is the first that may be left out so). A run that cannot start inside an
+  epoch may so lose several short epochs of a large state: those after its last save, if it is
+  stopped or killed inside a later one. Before Lightning's extra epoch that updates batch norms for
+  averaged weights, only a new best is saved;
 - inside a validation, where the run is asked to stop: the state is that of the validation's start
   (nothing is saved if the validation has changed weights, or with loaders that cannot start inside
   an epoch);
@@ -162,13 +162,13 @@ class Saving:
         # Saves may be due at the multiples of a number of optimizer steps. This is the step of the
         # last call of ``save_and_maybe_stop``, whether that has saved anything or not; at first, of
         # the training's start.
-        self._step_asked_last = 0
+        self._counted_from_step = 0
 
     def training_starts(self, trainer: Trainer) -> None:
         """Count the time until the first save from here."""
         self._began = time.monotonic()
         self._last_save = self._began
-        self._step_asked_last = trainer.global_step
+        self._counted_from_step = trainer.global_step
 
     # What is due
 
@@ -183,7 +183,7 @@ class Saving:
             return
         self._agreement.agree(self._own_request(trainer))
         # Every rank counts the same steps. A batch may have several.
-        steps_are_over = self._interval.is_due_between(self._step_asked_last, trainer.global_step)
+        steps_are_over = self._interval.is_due_between(self._counted_from_step, trainer.global_step)
         is_due = steps_are_over and self._loading.can_start_inside_epochs
         if is_due and not self._waits_for_disk():
             self._agreement.add_save()
@@ -262,10 +262,11 @@ class Saving:
             Stopped: The ranks have agreed to (or what a script's own handler has raised).
             NotSaved: The disk has not taken the last save of the run: that of now even at a second
                 try, or the one before where nothing is saved now.
+            UserError: No file can hold the state.
         """
         stops = self._agreement.is_stop
         is_last = stops or is_end
-        self._step_asked_last = trainer.global_step
+        self._counted_from_step = trainer.global_step
         save = self._plan(trainer, snapshot)
         if save is not None:
             with self._pauses(trainer):

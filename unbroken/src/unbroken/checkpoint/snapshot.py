@@ -48,7 +48,9 @@ class Snapshot:
         """
         states = {}
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            states[callback.state_key] = callback.state_dict()
+            state = callback.state_dict()
+            if state:
+                states[callback.state_key] = state
         entries: dict[str, Any] = {"callbacks": states}
         module = trainer.lightning_module
         buffers = {name: each for name, each in module.named_buffers() if not is_lazy(each)}
@@ -61,13 +63,15 @@ class Snapshot:
     def put_entries_into(self, checkpoint: dict[str, Any]) -> None:
         """Let Lightning's own entries in a checkpoint be those of this moment."""
         for key, before in self.entries.items():
-            saved = checkpoint.get(key)
-            if not saved or not before:
-                # A data module's state_dict may return None.
-                continue
-            for name, value in before.items():
-                if name in saved:
-                    saved[name] = value
+            if key == "state_dict":
+                # It has all weights, and not all buffers.
+                saved = checkpoint[key]
+                saved.update((name, value) for name, value in before.items() if name in saved)
+            elif before:
+                checkpoint[key] = before
+            else:
+                # Lightning saves no empty state, and no None of a data module.
+                checkpoint.pop(key, None)
 
 
 def entries_of_users(trainer: Trainer) -> dict[str, Any]:

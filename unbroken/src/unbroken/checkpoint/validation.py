@@ -33,9 +33,9 @@ class Validation:
         self._before_hooks: list[BeforeHooks] = []
         # The versions of weights of which no copy is noted.
         self._versions: dict[str, tuple[int, int]] = {}
-        # Whether a validation has changed weights by other ways than the hooks of its start. From
-        # then on a copy is made for each.
-        self._changes_weights = False
+        # Whether an earlier validation has changed weights by other ways than the hooks of its
+        # start. From then on a copy is made for each.
+        self._has_changed_before = False
 
     @property
     def runs(self) -> bool:
@@ -78,7 +78,7 @@ class Validation:
     def is_over(self, trainer: Trainer) -> None:
         """Forget the state at its start: a stop from here on saves the one after it."""
         if self._has_changed_weights(trainer):
-            self._changes_weights = True
+            self._has_changed_before = True
         self._snapshot = None
         self._before_hooks = []
         self._versions = {}
@@ -89,7 +89,7 @@ class Validation:
 
     def _may_change_weights(self, trainer: Trainer) -> bool:
         """Whether a hook of the user's may validate other weights than are trained."""
-        if self._changes_weights:
+        if self._has_changed_before:
             return True
         everyone = (*trainer.callbacks, trainer.lightning_module)  # type: ignore[attr-defined]
         return not all(keeps_trained_weights(part) for part in everyone)

@@ -359,8 +359,7 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
             # The state was that of an ended pass, which gives nothing more (torchdata's samplers).
             # The next pass begins at the start, in a resumed run as in one that was not stopped.
             order = self._drawn(source, samples, epoch_seed)
-        is_numbers = bool(order) and isinstance(order[0], int)
-        return torch.tensor(order) if is_numbers else order
+        return packed(order)
 
     def _drawn(self, source: Any, most: int | None, epoch_seed: int) -> list[Any]:
         """What a sampler gives, at most so many, the same on every rank. There are samplers that
@@ -430,6 +429,17 @@ class ExactBatches(LoaderPosition, data.Sampler[Request]):
 def value_of(entry: Any) -> Any:
     """An entry of an order. One of a tensor of indices would change with that tensor."""
     return entry.clone() if isinstance(entry, Tensor) else entry
+
+
+def packed(order: list[Any]) -> Any:
+    """An order of whole numbers as one tensor, which takes less memory; others as they are."""
+    if not order or not all(type(key) is int for key in order):
+        return order
+    try:
+        return torch.tensor(order)
+    except (ValueError, RuntimeError):
+        # A key may be too large for 64 bits, as a hash is.
+        return order
 
 
 def repeated(order: Any, length: int) -> Any:

@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver, resource_tracker, spawn
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -63,8 +63,12 @@ def iterate(loader: Iterable[Any]) -> Iterator[Any]:
 
 @contextmanager
 def stops_wait(loader: Any) -> Iterator[None]:
-    """Inside, stop signals wait, and those of workers that start wait until :func:`prepare_worker`
-    lets them ignore them. Before, torch would end the worker, and with it the run.
+    """Inside, stop signals wait, and workers that start are not ended by them. Python would end a
+    worker, and torch with it the run.
+
+    A worker that is forked, or spawned, inherits that they wait, until :func:`prepare_worker` lets
+    it ignore them. The process that serves forks was started without; so a worker that it forks
+    ignores them from the first thing that it reads (:func:`ignored_from_the_start`).
 
     Workers that are prepared in another way are left alone. Windows has no such signals.
     """
@@ -83,9 +87,42 @@ def stops_wait(loader: Any) -> Iterator[None]:
         forkserver.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        yield
+        with ignored_from_the_start():
+            yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class Ignored:
+    """A signal that a process ignores as soon as it has unpickled this."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return signal.signal, (self.number, signal.SIG_IGN)
+
+
+@contextmanager
+def ignored_from_the_start() -> Iterator[None]:
+    """Let processes that this thread starts inside, unless they are forked from this one, ignore
+    stop signals before they import the main module, which takes seconds.
+    """
+    usual = spawn.get_preparation_data
+    thread = threading.get_ident()
+
+    def with_signals(name: str) -> dict[str, Any]:
+        prepared: dict[str, Any] = usual(name)
+        if threading.get_ident() != thread:
+            return prepared
+        # Python reads all of these entries, and uses those that it knows.
+        return {"ignored": [Ignored(number) for number in STOP_SIGNALS], **prepared}
+
+    spawn.get_preparation_data = with_signals
+    try:
+        yield
+    finally:
+        spawn.get_preparation_data = usual
 
 
 @functools.cache

@@ -133,11 +133,11 @@ class GeneratorsOfEpochStart(Note):
     def take(self, trainer: Trainer) -> dict[str, dict[str, Any]]:
         return dict(self._noted)
 
-    def return_to_loaders(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    def return_to_before_loaders(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
         """Let a resumed run make its loaders as the one before did."""
         self._return(trainer, saved, LOADERS)
 
-    def return_to_hooks(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    def return_to_before_hooks(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
         """Let the hooks of the epoch's start act as they did before."""
         self._return(trainer, saved, HOOKS)
 

@@ -94,7 +94,8 @@ def clean_counters(fit: dict[str, Any], place: SavePoint, validated: bool) -> No
         # (prepare_resumed_epoch in lightning_internals.py), and adds the step again there.
         fit["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
     if place == "validation":
-        # The validation has begun and has done no batch: the resumed run starts it again.
+        # The resumed run starts the validation again. Lightning's loop does so where one more batch
+        # of all validations was begun than is done, and none of this one.
         before = validation["total"]["completed"] - validation["current"]["completed"]
         for name in validation["current"]:
             validation["current"][name] = 0

@@ -49,9 +49,9 @@ SIGQUIT (Ctrl and backslash on the keyboard) or SIGKILL end such a run, and noth
 then. (torchrun sends SIGKILL itself, 30 s after it was asked to stop; ``--shutdown-timeout`` makes
 it more.) At other moments (signals.py has the phases), where a third does the same as a second:
 
-| it comes | in a command | in a script |
+| the second comes | in a command | in a script |
 | --- | --- | --- |
-| in the imports (IMPORTS) | the first has ended the process, or rank zero is ending it | - |
+| in the imports (IMPORTS) | the first has ended the process (a child: rank zero is ending it) | - |
 | in the start (STARTS) | nothing: the first is ending it | the same |
 | in the report, or its mirror's wait | one rank (REPORTS): gives up what is left | - |
 | while a script waits for its mirror (RUNS) | - | nothing |
@@ -63,9 +63,9 @@ test, until
 
 - in a command, unbroken/run/main_job.py calls ``raise_from_now_on`` (one rank) or
   ``command_is_done`` (signals.py);
-- in a script, its handlers are given back. At an error in the start that is done at once. Where
-  anything else is raised, ``Hooks.on_exception`` does it: it first waits for the save that is under
-  way, and then at most 8 s for the mirror. Where nothing is raised, the callback's ``teardown``
+- in a script, its handlers are given back. Where anything is raised, ``Hooks.on_exception`` does
+  it: it first waits for the save that is under way, and then at most 8 s for the mirror. (In the
+  start there is neither.) Where nothing is raised, the callback's ``teardown``
   does it, when the mirror is complete, or nothing more arrives in the store. The 8 s begin with
   this rank's signal, also with a first one that comes in ``teardown``.
 

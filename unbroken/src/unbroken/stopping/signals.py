@@ -13,10 +13,11 @@ It depends on the phase in which the process is (:class:`Phase`):
 What follows when a signal was noted, and what a second Ctrl-C does in commands and scripts, stands
 in stopping/__init__.py. The sanity check comes before training begins: it belongs to STARTS. In
 IMPORTS and STARTS a rank that another one has started only tells rank zero, which ends it, as long
-as that one lives; a command's, after its imports, ends itself 3 s later.
+as that one lives; a command's, after its imports, ends itself if it is still there 3 s later.
 
-``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal is only noted, in every phase
-from the Trainer's setup on: the run stops before its next batch, and its job is queued again.
+``Stopped`` ends the process with 130 (Ctrl-C) or 143. SLURM's signal, unless the script handles it
+itself, is only noted, in every phase from the Trainer's setup on: the run stops before its next
+batch, and its job is queued again.
 In RUNS no number of these signals ends the process, whatever hangs, such as a disk; SIGQUIT and
 SIGKILL do. A process that the user's code has forked, such as a pool's, is ended by SIGTERM;
 loaders' workers ignore all of them, because the step needs its batches. A rank of a command gets

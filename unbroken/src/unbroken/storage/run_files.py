@@ -5,20 +5,23 @@ What may come between, and what follows (checkpoint/saving.py says when a run is
 - The run is killed, or the power fails, while a file is written, or its copy waits in memory. The
   file before is whole, and a resume starts from it; where there is none, the run starts anew. What
   was written of the new one (``.last.ckpt.PID.part``) is removed at the next start.
-- It is killed between a new best and its copy as last. A resume starts from the last before,
-  repeats the steps since, and looks for the best anew (restoring.py). Before the first last it
-  starts from the best, if a run can resume from that.
+- It is killed between ``best.ckpt`` and its copy as ``last.ckpt``. A resume starts from the
+  ``last.ckpt`` before, repeats the steps since, and looks for the best anew (restoring.py). Where
+  there is none yet it starts from ``best.ckpt``, if a run can resume from that.
 - A bit of a file has flipped. A resume takes the other file, and a line says so (usable.py).
-- The disk takes no last. A line says so, the run goes on, and the next save of a last tries again.
-- The disk takes no best. A line says so; the new best waits in memory and is written at the next
-  save, before the last, or where the run stops without a further save. As long as the disk refuses
-  it, both files stay the ones before. Where there is no memory for it, a line says that the best
-  stays an older one, and a resume looks for the best anew.
-- The disk takes a best, and not its copy as last. A line says so, and the next save tries again.
+- The disk does not take ``last.ckpt``. A line says so, the run goes on, and its next save tries
+  again.
+- The disk does not take ``best.ckpt``. A line says so; the new best waits in memory and is written
+  at the next save, before ``last.ckpt``, or where the run stops without a further save. As long as
+  the disk refuses it, both files stay the ones before. Where there is no memory for it, a line says
+  that the best stays an older one, and a resume looks for the best anew.
+- The disk takes ``best.ckpt``, and not its copy as ``last.ckpt``. A line says so, and the next save
+  tries again.
 - The disk does not take the last save of a run, even at a second try. The run ends with NotSaved; a
-  resume starts from the last before. (Where a run stops inside an epoch in which its loader cannot
-  start, only a new best is saved then; where a validation has changed weights, nothing is. If the
-  save of a last before has failed, that one is not tried again, and the run ends with NotSaved.)
+  resume starts from the ``last.ckpt`` before. (Where a run stops inside an epoch in which its
+  loader cannot start, only a new best is saved then; where a validation has changed weights,
+  nothing is. If the disk has not taken an earlier ``last.ckpt``, it is not tried again, and the run
+  ends with NotSaved.)
 - A file is renamed, and the disk fails as its folder is flushed. That counts as not taken: a power
   cut may undo the rename. File systems that cannot flush a folder at all are no such disk.
 - No file can hold the state, or there is no memory to write it. The run ends with one line, on all
@@ -27,7 +30,8 @@ What may come between, and what follows (checkpoint/saving.py says when a run is
   file; where the thread writes it, before rank zero's next batch, or at the next save on all ranks.
   Where the thread has written the last save of a run, that one is tried once more first.
 - The thread that writes has an error of another kind. Rank zero raises it before its next batch or
-  save, or at the end. The other ranks' next exchange with it fails, and ends them.
+  save, where ``best_model_path`` or ``last_model_path`` is asked for, or at the end. The other
+  ranks' next exchange with it fails, and ends them.
 - There is no memory to copy a large state, or the copy fails otherwise. Training waits for the
   disk.
 - The training itself raises an error. A save that is under way is written to its end, and nothing
@@ -118,8 +122,8 @@ class RunFiles:
         return self._thread.is_busy
 
     def seconds_to_save(self) -> float:
-        """About how long a save takes from now on: as long as the last one, and once more where
-        that is still on its way. 0: nothing is known yet.
+        """About how long a save takes from now on: as long as the last one that is written, and
+        once more where one is on its way. 0: nothing is known yet.
         """
         return self.costs.last_write_seconds * (2 if self.is_busy else 1)
 
