@@ -390,6 +390,149 @@ class OtherClass(Task):
         self.kind = nn.MSELoss
 
 
+class Stage:
+    """What differs between the stages of a training."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def get(self) -> float:
+        return self.factor
+
+
+class NextLayer(Task):
+    """Trains a layer, and in its second epoch another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)])
+        self.head = self.heads[0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        found: Tensor = (
+            super().training_step(batch, batch_idx) + self.head(batch[0]).square().mean()
+        )
+        return found
+
+    def on_train_epoch_end(self) -> None:
+        self.head = self.heads[1]
+
+
+class Swaps(Task):
+    """Lets two networks change their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(nn.Linear(1, 2), nn.Dropout(0.4), nn.Linear(2, 1))
+
+    def on_train_epoch_end(self) -> None:
+        self.net, self.other = self.other, self.net
+
+
+class NextStage(Task):
+    """Goes on to another one of its objects, of which a dictionary holds the one in use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages: Any = {"early": Stage(1.0), "late": Stage(0.5)}
+        self.stages["now"] = self.stages["early"]
+
+    def on_train_epoch_end(self) -> None:
+        self.stages["now"] = self.stages["late"]
+
+
+class NextFunction(Task):
+    """Goes on to another function that has no name, either."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measures = [lambda a, b: (a - b).abs().mean(), lambda a, b: (a - b).square().mean()]
+        self.measure = self.measures[0]
+
+    def on_train_epoch_end(self) -> None:
+        self.measure = self.measures[1]
+
+
+class MethodOfAnother(Task):
+    """Asks another object of one class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages: Any = [Stage(1.0), Stage(0.5)]
+        self.ask = self.stages[0].get
+
+    def on_train_epoch_end(self) -> None:
+        self.ask = self.stages[1].get
+
+
+class NextRows(Task):
+    """Goes on to another data set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.easy, self.hard = super().rows(), super().rows()
+        self.current = self.easy
+
+    def rows(self) -> Any:
+        return self.current
+
+    def on_train_epoch_end(self) -> None:
+        self.current = self.hard
+
+
+class BecomeOne(Task):
+    """Has two objects, and then one by two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = Stage(1.0), Stage(0.5)
+
+    def on_train_epoch_end(self) -> None:
+        self.two = self.one
+
+
+class InSlots:
+    """Counts in a slot."""
+
+    __slots__ = ("__count",)
+
+    def __init__(self) -> None:
+        self.__count = 0
+
+    def add(self) -> None:
+        self.__count += 1
+
+
+class Named(InSlots):
+    """Has a dictionary beside the slot."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class CountsInASlot(Task):
+    """Keeps an object that has slots and a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = Named("batches")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.meter.add()
+
+
+class ArrayOfObjects(Task):
+    """Counts in an array of objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = np.array([0, "batches", None], dtype=object)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.table[0] += 1
+
+
 class Labelled(Dataset[Any]):
     """Rows with labels, which are seen through something that the data set holds."""
 
@@ -485,6 +628,15 @@ class Leaves(Callback):
         (OtherFunction, [], "l1_loss in the place of mse_loss at module.measure"),
         (OtherMethod, [], "OtherMethod.late in the place of OtherMethod.early at module.measure"),
         (OtherClass, [], "MSELoss in the place of L1Loss at module.kind"),
+        (NextLayer, [], "put the object of module.heads.1 at module.head, where"),
+        (Swaps, [], "put the object of module.other at module.net, where"),
+        (NextStage, [], "put the object of module.stages.late at module.stages.now, where"),
+        (NextFunction, [], "put the object of module.measures.1 at module.measure, where"),
+        (MethodOfAnother, [], "put the object of module.stages.1 at module.ask.__self__, where"),
+        (NextRows, [], "put the object of module.hard at module.current, where"),
+        (BecomeOne, [], "put the object of module.one at module.two, where"),
+        (CountsInASlot, [], "module.meter._InSlots__count changes in training"),
+        (ArrayOfObjects, [], "module.table changes in training"),
         (WritesLabels, [], "training changes what Labelled holds between two epochs"),
         (Strengthens, [], "begins anew with train_dataloader.dataset.view, which changes"),
         (FillsAGlobal, [], "begins anew with test_other_objects.BANK, which changes"),

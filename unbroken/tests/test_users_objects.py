@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import io
 import itertools
 import random
@@ -1962,6 +1963,96 @@ class UsesALayerAtTimes(Plain):
         return SetsToZero(self.parameters(), 0.01)
 
 
+class Stage(enum.Flag):
+    """What training does."""
+
+    NOISE = 1
+    CLIP = 2
+    LATE = 4
+
+
+class SetsFlags(Scaled):
+    """Sets more and more flags."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.stage = Stage.NOISE
+
+    def scale(self, batch: Any) -> Any:
+        if self.batches == 2:
+            self.stage |= Stage.CLIP
+        if self.batches == 12:
+            self.stage |= Stage.LATE
+        return self.stage.value
+
+
+class ByAMethodOfPythons(Scaled):
+    """Holds a generator by a method that is written in C."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.draw = random.Random(5).random
+
+    def scale(self, batch: Any) -> Any:
+        return self.draw()
+
+
+class Around:
+    """Says that it is an optimizer, and passes on to the one inside."""
+
+    def __init__(self, inside: Any) -> None:
+        self.inside = inside
+        self.steps = 0
+        self.state_dict = inside.state_dict
+        self.load_state_dict = inside.load_state_dict
+        self.zero_grad = inside.zero_grad
+
+    @property
+    def __class__(self) -> Any:
+        return torch.optim.Optimizer
+
+    defaults = property(lambda self: self.inside.defaults)
+    state = property(lambda self: self.inside.state)
+    param_groups = property(lambda self: self.inside.param_groups)
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        loss = self.inside.step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(1 - 0.01 * self.steps)
+        return loss
+
+
+class StepsAWrapper(Plain):
+    def configure_optimizers(self) -> Any:
+        return Around(super().configure_optimizers())
+
+
+class Slow(torch.optim.Optimizer):
+    """Has the groups and the states of the optimizer inside, and takes every third step back in
+    part.
+    """
+
+    def __init__(self, inside: Any) -> None:
+        super().__init__(inside.param_groups[0]["params"], inside.defaults)
+        self.inside = inside
+        self.param_groups = inside.param_groups
+        self.state = inside.state
+
+    def step(self, closure: Any = None) -> Any:
+        loss = self.inside.step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.sub_(self.state[parameter]["momentum_buffer"], alpha=0.05)
+        return loss
+
+
+class StepsTheOneInside(Plain):
+    def configure_optimizers(self) -> Any:
+        return Slow(super().configure_optimizers())
+
+
 @pytest.mark.daily(1)
 @pytest.mark.parametrize("killed_at", [18, *map(nightly, (3, 6))])
 @pytest.mark.parametrize(
@@ -1982,6 +2073,10 @@ class UsesALayerAtTimes(Plain):
         ClipsAll,
         UsesALayerAtTimes,
         AssignsABuffer,
+        SetsFlags,
+        ByAMethodOfPythons,
+        StepsAWrapper,
+        StepsTheOneInside,
     ],
 )
 def test_what_training_makes_shares_or_changes_comes_back(

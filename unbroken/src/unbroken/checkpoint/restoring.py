@@ -92,7 +92,7 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
    | the same | numbers, texts, lists, entries of dictionaries, other objects | told |
    | the same | new entries of dictionaries, as of a cache | neither |
    | all but callbacks with one | what no file can hold, such as an iterator | told |
-   | all of these | another method or class in the place of one | told |
+   | all of these | another object, function or class in the place of one | told |
    | layers of a package | tensors that are neither weights nor buffers | neither |
    | data sets | what training changes, but in the workers of a loader | told |
 

@@ -9,7 +9,7 @@ import functools
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Set
-from types import FunctionType, MethodType, ModuleType
+from types import BuiltinMethodType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -131,6 +131,10 @@ def held_by_function(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType):
         yield "__self__", value.__self__
         yield "__func__", value.__func__
+    elif isinstance(value, BuiltinMethodType):
+        # A function of a module's written in C has that module there.
+        if not isinstance(value.__self__, ModuleType | type):
+            yield "__self__", value.__self__
     elif _may_keep_something(value) and is_users_module(value.__globals__.get("__name__", "")):
         yield from vars(value).items()
         code = value.__code__

@@ -127,13 +127,15 @@ def loaders_in(loaders: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def names_of_slots(kind: type) -> list[str]:
-    """The attributes that a class of the user's keeps in slots, instead of a dictionary."""
+    """The attributes that a class keeps in slots, instead of a dictionary or beside one."""
     names: list[str] = []
     for each in kind.__mro__:
         slots = vars(each).get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    # Python gives a private name another one.
-    return [name for name in names if not name.startswith("__")]
+        for name in [slots] if isinstance(slots, str) else slots:
+            is_private = name.startswith("__") and not name.endswith("__")
+            # Python gives a private name another one.
+            names.append(f"_{each.__name__.lstrip('_')}{name}" if is_private else name)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]
 
 
 def children_of(place: Place) -> Iterator[Place]:

@@ -26,20 +26,25 @@ class DeclaredStates:
     """
 
     def __init__(self) -> None:
-        # Optimizers whose parameter groups are those of another one.
-        self._groups: list[tuple[Optimizer, Optimizer]] = []
+        # Optimizers whose parameter groups, or whose states, are those of another one.
+        self._same_groups: list[tuple[Optimizer, Optimizer]] = []
+        self._same_states: list[tuple[Optimizer, Optimizer]] = []
 
     def begin(self, held: Held, optimizers: list[Optimizer]) -> None:
-        """Note which optimizers share their groups, before states are loaded into any.
+        """Note which optimizers share their groups or states, before states are loaded into any.
 
-        To load a state gives an optimizer new groups. A schedule of the one would then no longer
-        set the rates of the other.
+        To load a state gives an optimizer new ones. A schedule of the one would then no longer set
+        the rates of the other, and what steps the one would no longer be seen in the other.
         """
-        self._groups = []
-        for inner in held.declared.values():
+        self._same_groups = []
+        self._same_states = []
+        inside = [each for each in held.objects.values() if isinstance(each, Optimizer)]
+        for inner in inside:
             for outer in optimizers:
-                if isinstance(inner, Optimizer) and share_groups(inner, outer):
-                    self._groups.append((inner, outer))
+                if share_groups(inner, outer):
+                    self._same_groups.append((inner, outer))
+                if inner is not outer and inner.state is outer.state:
+                    self._same_states.append((inner, outer))
 
     def take(self, held: Held) -> tuple[dict[str, Any], dict[str, str]]:
         """Copies of all states by name; and what was left out of them, each with the reason."""
@@ -81,8 +86,10 @@ class DeclaredStates:
                 load_state(value, state)
             except Exception as error:
                 refused[name] = f"its load_state_dict fails ({type(error).__name__}: {error})"
-        for inner, outer in self._groups:
+        for inner, outer in self._same_groups:
             inner.param_groups = outer.param_groups
+        for inner, outer in self._same_states:
+            inner.state = outer.state
         return refused
 
 

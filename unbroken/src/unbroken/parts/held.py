@@ -22,7 +22,7 @@ import io
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
-from types import FunctionType, MethodType, SimpleNamespace
+from types import BuiltinMethodType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -79,7 +79,7 @@ MACHINERY = (
     *("io", "_io", "socket", "subprocess", "tqdm", "functools"),
 )
 # They may keep something.
-KEEPING_FUNCTIONS = (FunctionType, MethodType, functools.partial)
+KEEPING_FUNCTIONS = (FunctionType, MethodType, BuiltinMethodType, functools.partial)
 # The hooks by which somebody saves what he keeps himself.
 SAVING_HOOKS = ("on_save_checkpoint", "state_dict", "get_extra_state")
 # What these save says nothing of the user's attributes.
@@ -177,6 +177,7 @@ class Held:
         unkept: What nobody keeps, and whose change is told.
         layers: The trained module's parts, by name.
         other_names: Further names of a module or an object with a state, each with its first.
+        objects: Whatever the walk has opened, and the trained module's parts, by each of its names.
     """
 
     owners: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -188,6 +189,7 @@ class Held:
     unkept: dict[str, Unkept] = dataclasses.field(default_factory=dict)
     layers: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     other_names: dict[str, str] = dataclasses.field(default_factory=dict)
+    objects: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     def saved(self, states: dict[str, Any], name: str) -> Any:
         """The state that was saved for what is held by a name now; None: there is none.
@@ -317,6 +319,9 @@ class _Look:
         for path, part in self.named:
             name = f"module.{path}".rstrip(".")
             self.held.layers[name] = part
+            # One part may have several names, of which named_modules gives the first.
+            for child, each in vars(part)["_modules"].items():
+                self.held.objects[f"{name}.{child}"] = each
             if not isinstance(part, Metric) and id(part) in inside_metrics:
                 continue
             is_foreign = part is not module and is_foreign_layer(part)
@@ -437,6 +442,7 @@ class _Look:
         walk.walk(places, self._opened, self.seen, self._again)
 
     def _again(self, place: Place, first: Place) -> None:
+        self.held.objects[place.name] = place.value
         if first.name in self.held.declared or first.name in self.held.modules:
             self.held.other_names[place.name] = first.name
 
@@ -444,6 +450,7 @@ class _Look:
         """Note an object, and return what it holds and may be of interest."""
         place = place._replace(inside=_inside(place.value, place.inside))
         name, value = place.name, place.value
+        self.held.objects[name] = value
         if isinstance(value, GENERATORS):
             if draws_from_a_state(value) and place.inside.keeps_generators:
                 self.held.generators[name] = value
@@ -510,6 +517,15 @@ class _Look:
                         self.kept.add(id(value))
             else:
                 places += self._child(path, value, inside, depth)
+        return places if only_singles else places + self._slots(name, owner, inside, depth)
+
+    def _slots(self, name: str, owner: Any, inside: Inside, depth: int) -> list[Place]:
+        """What somebody whose attributes are kept has in slots, which is told."""
+        places: list[Place] = []
+        for attribute in walk.names_of_slots(type(owner)):
+            if hasattr(owner, attribute):
+                value = getattr(owner, attribute)
+                places += self._child(f"{name}.{attribute}", value, inside, depth)
         return places
 
     def _attributes(
@@ -750,8 +766,10 @@ def declares_state(value: Any) -> bool:
 
 
 def is_not_overridden(value: Any, kind: type) -> bool:
-    """Whether an object's ``state_dict`` is that of a base class."""
-    return type(value).state_dict is kind.state_dict  # type: ignore[attr-defined]
+    """Whether an object's ``state_dict`` is that of a base class. A wrapper that only says it is an
+    optimizer has none, and passes on that of the one inside.
+    """
+    return getattr(type(value), "state_dict", None) in (None, kind.state_dict)  # type: ignore[attr-defined]
 
 
 def is_row_of_numbers(value: Any, kind: type) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
-from enum import Enum
+from enum import Enum, Flag
 from fractions import Fraction
 from pathlib import Path, PosixPath, WindowsPath
 from typing import Any
@@ -294,7 +294,8 @@ def copied_by_name(value: Any) -> Any:
         factory = getattr(value.default_factory, "__name__", "")
         return {DEFAULTS: [factory, copied_items(value)]}
     if isinstance(value, Enum):
-        return {MEMBER: [name_of(kind), value.name]}
+        # Flags that are set together have no name.
+        return {MEMBER: [name_of(kind), value.value if isinstance(value, Flag) else value.name]}
     if is_named_tuple(kind):
         return {NAMED_TUPLE: [name_of(kind), copied_entries(value)]}
     if is_plain_dataclass(kind):

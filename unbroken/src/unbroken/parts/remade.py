@@ -12,7 +12,7 @@ from array import array
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from enum import Enum
+from enum import Enum, Flag
 from typing import Any
 
 import numpy as np
@@ -163,6 +163,8 @@ class Remaking:
         """A member of an Enum."""
         name, member = held
         kind = class_of(now, name, lambda found: issubclass(found, Enum))
+        if issubclass(kind, Flag) and type(member) is int:
+            return kind(member)
         if member not in kind.__members__:
             raise UserError(f"a checkpoint holds {name}.{member}, which is not there any more.")
         return kind[member]

@@ -4,12 +4,15 @@ attributes call (functions, methods, classes), and which callbacks take part.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
+from weakref import ReferenceType, ref
 
 from lightning.pytorch import Trainer
 from unbroken.lightning_internals import HOOKS_OF_LAYERS
-from unbroken.parts.held import Held, not_kept_of
+from unbroken.parts.held import LOADERS, Held, not_kept_of
 from unbroken.parts.plain_values import is_users_own
 from unbroken.parts.users_callbacks import users_callbacks
 
@@ -27,6 +30,9 @@ class Replaced:
 
     def __init__(self) -> None:
         self._of_start: dict[str, Any] = {}
+        # The objects of the start by their names, as far as a weak reference can be had.
+        self._objects: dict[str, ReferenceType[Any]] = {}
+        self._moved: set[str] = set()
         # How many each layer has that has some.
         self._hooks: dict[str, int] = {}
         self._callbacks: list[str] = []
@@ -34,6 +40,7 @@ class Replaced:
     def begin(self, trainer: Trainer, held: Held) -> None:
         """Note what there is when training starts, after all start-up hooks."""
         self._of_start = classes_and_functions(held)
+        self._objects = references_to(held.objects)
         self._hooks = hooks_of(held)
         self._callbacks = names_of_callbacks(trainer)
 
@@ -51,6 +58,7 @@ class Replaced:
                     f" {title_of(before)} at {name}. {AGAIN}"
                 )
         self._of_start |= of_now
+        found += self._line_of_moved(held)
         hooks = hooks_of(held)
         for name in sorted(hooks.keys() | self._hooks.keys()):
             count = hooks.get(name, 0)
@@ -70,6 +78,37 @@ class Replaced:
             )
             self._callbacks = callbacks
         return found
+
+    def _line_of_moved(self, held: Held) -> list[str]:
+        """A line where names have objects that other names had at the start. The first is named."""
+        moved: dict[str, Any] = {}
+        for name, now in held.objects.items():
+            before = self._objects.get(name)
+            if before is not None and before() is not now and name not in self._moved:
+                moved[name] = now
+        # At most saves there are none, or new objects alone.
+        names_at_start = {id(each()): name for name, each in self._objects.items()} if moved else {}
+        moved = {name: now for name, now in moved.items() if id(now) in names_at_start}
+        if not moved:
+            return []
+        self._moved |= moved.keys()
+        first, *others = moved
+        further = f" (and so on at {len(others)} more names)" if others else ""
+        return [
+            f"a resume may not be exact: training has put the object of"
+            f" {names_at_start[id(moved[first])]} at {first}, where another one was{further}. A"
+            f" checkpoint holds the values of objects, and not which ones they are. {AGAIN}"
+        ]
+
+
+def references_to(objects: Mapping[str, Any]) -> dict[str, ReferenceType[Any]]:
+    """Weak references to those that can have one. What a loader holds is made anew with it."""
+    found: dict[str, ReferenceType[Any]] = {}
+    for name, value in objects.items():
+        if not name.startswith(LOADERS):
+            with suppress(TypeError):
+                found[name] = ref(value)
+    return found
 
 
 def classes_and_functions(held: Held) -> dict[str, Any]:

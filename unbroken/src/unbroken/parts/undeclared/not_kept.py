@@ -236,11 +236,13 @@ def evidence_of_entry(value: Any) -> Any:
     return len(value) if is_list else evidence_of(value)
 
 
-def some_bytes_of(array: np.ndarray[Any, Any]) -> int:
-    """A number for the bytes of an array; of a large one for some of them, evenly spaced."""
-    if array.dtype.hasobject:
-        return array.size
+def some_bytes_of(array: np.ndarray[Any, Any]) -> Any:
+    """A number for the bytes of an array; of a large one for some of them, evenly spaced. Of an
+    array of objects, what is compared of some.
+    """
     flat = array.reshape(-1)
     most = max(1, MOST_BYTES_COMPARED // max(1, array.itemsize))
     step = max(1, flat.size // most)
+    if array.dtype.hasobject:
+        return [evidence_of_entry(each) for each in flat[::step].tolist()]
     return zlib.crc32(np.ascontiguousarray(flat[::step]).tobytes())
