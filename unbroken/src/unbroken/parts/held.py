@@ -321,7 +321,8 @@ class _Look:
             self.held.layers[name] = part
             # One part may have several names, of which named_modules gives the first.
             for child, each in vars(part)["_modules"].items():
-                self.held.objects[f"{name}.{child}"] = each
+                if each is not None:
+                    self.held.objects[f"{name}.{child}"] = each
             if not isinstance(part, Metric) and id(part) in inside_metrics:
                 continue
             is_foreign = part is not module and is_foreign_layer(part)

@@ -93,7 +93,7 @@ class Replaced:
             return []
         self._moved |= moved.keys()
         first, *others = moved
-        further = f" (and so on at {len(others)} more names)" if others else ""
+        further = f", and likewise at {len(others)} more names" if others else ""
         return [
             f"a resume may not be exact: training has put the object of"
             f" {names_at_start[id(moved[first])]} at {first}, where another one was{further}. A"
