@@ -170,11 +170,13 @@ def assert_same_end(one: Path, other: Path) -> None:
         assert differences_in_training(mine, theirs, name) == []
 
 
-def ends_as_undisturbed(tmp_path: Path, number: int, world: str, mirror: str | None) -> None:
-    """Kill a training at a boundary, resume it, and compare its end."""
+def ends_as_undisturbed(tmp_path: Path, number: int, world: str, mirror: str | None) -> bool:
+    """Kill a training at a boundary, resume it, and compare its end. False: it has ended before."""
     folder, notes = tmp_path / f"run{number}", tmp_path / f"notes{number}"
     store = [] if mirror is None else [str(tmp_path / f"{mirror}{number}")]
     code = run(folder, notes, str(number), world, *store)
+    if code == 0 and len(noted(notes, "boundary")) < number:
+        return False
     assert code == -signal.SIGKILL, notes.with_suffix(".log").read_text()[-3000:]
     assert len(noted(notes, "boundary")) == number
     saved = [int(step) for step in noted(notes, "saved") if step != "None"]
@@ -188,6 +190,7 @@ def ends_as_undisturbed(tmp_path: Path, number: int, world: str, mirror: str | N
         assert int(noted(again, "begun")[0]) >= saved[-1], "a save was lost"
     assert_same_end(tmp_path / "undisturbed", folder)
     shutil.rmtree(folder)
+    return True
 
 
 @pytest.mark.nightly
@@ -201,7 +204,7 @@ def test_a_training_that_a_power_cut_ends_at_any_boundary_resumes_exactly(
     count = len(noted(notes, "boundary"))
     assert count > 50
     for number in range(1, count + 1):
-        ends_as_undisturbed(tmp_path, number, world, None)
+        assert ends_as_undisturbed(tmp_path, number, world, None)
 
 
 @pytest.mark.nightly
@@ -213,5 +216,6 @@ def test_a_training_that_ends_at_any_boundary_of_its_mirror_resumes_exactly_else
     assert run(tmp_path / "undisturbed", notes, "0", "nothing", str(tmp_path / "store0")) == 0
     count = len(noted(notes, "boundary"))
     assert count > 20
-    for number in range(1, count + 1):
-        ends_as_undisturbed(tmp_path, number, "nothing", "store")
+    # A mirror that is busy leaves out what a newer save replaces, so a run may have fewer of them.
+    numbers = range(1, count + 1)
+    assert sum(ends_as_undisturbed(tmp_path, each, "nothing", "store") for each in numbers) > 20
