@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import math
+import multiprocessing
 import random
 import sys
 from collections.abc import Callable
@@ -533,6 +537,148 @@ class ArrayOfObjects(Task):
         self.table[0] += 1
 
 
+class OtherLayerOfATeacher(Task):
+    """Puts another layer into a teacher that is no part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = [nn.Sequential(nn.Linear(1, 1), nn.ReLU())]
+
+    def on_train_epoch_end(self) -> None:
+        self.teacher[0][1] = nn.Tanh()
+
+
+class OtherForward(Task):
+    """Lets a layer of torch's compute something else."""
+
+    def on_train_epoch_end(self) -> None:
+        self.net[1].forward = torch.tanh
+
+
+class OtherEntries(Task):
+    """Puts other functions into a dictionary and into a partial."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions = {"last": torch.sigmoid}
+        self.part = functools.partial(torch.add, alpha=2)
+
+    def on_train_epoch_end(self) -> None:
+        self.functions["last"] = torch.tanh
+        self.part = functools.partial(torch.sub, alpha=2)
+
+
+class Calls(Callback):
+    """Calls another function after an epoch."""
+
+    def __init__(self) -> None:
+        self.function = math.sin
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.function = math.cos
+
+
+class SharesANumber(Task):
+    """Has a number that workers could see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.level = multiprocessing.Value("d", 1.0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.level.value *= 0.9
+
+
+class NotThereYet:
+    """Has an attribute that cannot be read before it is opened."""
+
+    __slots__ = ("__dict__", "handle")
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "handle":
+            raise RuntimeError("open it first")
+        return super().__getattribute__(name)
+
+
+class HoldsWhatCannotBeRead(Task):
+    def __init__(self) -> None:
+        super().__init__()
+        self.reader = NotThereYet()
+
+
+class Rotates(Task):
+    """Objects of one class change their places, and all that they hold is kept by place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = [Stage(1.0), Stage(0.5), Stage(0.25)]
+        self.front, self.back = Stage(1.0), Stage(2.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.stages.append(self.stages.pop(0))
+        self.stages[0].factor *= 0.9
+        self.front, self.back = self.back, self.front
+        return super().training_step(batch, batch_idx) * self.stages[0].factor * self.front.factor
+
+
+class ChoosesByEpoch(Task):
+    """A hook of each epoch's start chooses a stage, and the loader's maker chooses the rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages = [Stage(1.0), Stage(0.5)]
+        self.stage = self.stages[0]
+        self.sets = [super().rows(), super().rows()]
+        self.current = self.sets[0]
+
+    def train_dataloader(self) -> Any:
+        self.current = self.sets[self.current_epoch % 2]
+        return DataLoader(self.current, 2, shuffle=True)
+
+    def on_train_epoch_start(self) -> None:
+        self.stage = self.stages[self.current_epoch % 2]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.stage.factor
+
+
+class RemakesIts(Callback):
+    """Makes a network in training, saves it, and makes it again."""
+
+    def __init__(self) -> None:
+        self.best: Any = None
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.best = copy.deepcopy(pl_module.net)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.best is None else {"best": self.best.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.best = Task().net
+        self.best.load_state_dict(state_dict["best"])
+
+
+@pytest.mark.daily(2)
+@pytest.mark.parametrize(
+    ("make", "more"), [(Rotates, []), (ChoosesByEpoch, []), (Task, [RemakesIts])]
+)
+def test_what_moves_and_comes_back_is_not_told(
+    make: Any, more: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    undisturbed = trained(tmp_path / "undisturbed", make, more=more)
+    with pytest.raises(Killed):
+        trained(tmp_path / "killed", make, 2 * STEPS - 2, more)
+    resumed = trained(tmp_path / "killed", make, more=more)
+    assert "a resume may not be exact" not in capsys.readouterr().out
+    for mine, theirs in zip(
+        resumed.lightning_module.parameters(),
+        undisturbed.lightning_module.parameters(),
+        strict=True,
+    ):
+        assert torch.equal(mine, theirs)
+
+
 class Labelled(Dataset[Any]):
     """Rows with labels, which are seen through something that the data set holds."""
 
@@ -637,6 +783,13 @@ class Leaves(Callback):
         (BecomeOne, [], "put the object of module.one at module.two, where"),
         (CountsInASlot, [], "module.meter._InSlots__count changes in training"),
         (ArrayOfObjects, [], "module.table changes in training"),
+        (OtherLayerOfATeacher, [], "Tanh in the place of ReLU at module.teacher.0.1."),
+        (OtherForward, [], "in the place of Dropout.forward at module.net.1.forward."),
+        (OtherEntries, [], "sigmoid at module.functions.last."),
+        (OtherEntries, [], "add at module.part.func."),
+        (Task, [Calls], "cos in the place of sin at callbacks.Calls.0.function."),
+        (SharesANumber, [], "module.level changes in training"),
+        (HoldsWhatCannotBeRead, [], "to look at module.reader raises a RuntimeError"),
         (WritesLabels, [], "training changes what Labelled holds between two epochs"),
         (Strengthens, [], "begins anew with train_dataloader.dataset.view, which changes"),
         (FillsAGlobal, [], "begins anew with test_other_objects.BANK, which changes"),

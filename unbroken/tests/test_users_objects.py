@@ -2053,6 +2053,54 @@ class StepsTheOneInside(Plain):
         return Slow(super().configure_optimizers())
 
 
+class CountsCalls(nn.Linear):
+    """A teacher that counts how often it is asked."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+class AsksATeacher(Scaled):
+    """Holds it in a list, where it is no part of the module."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.teachers = [CountsCalls(1, 1)]
+
+    def scale(self, batch: Any) -> Any:
+        self.teachers[0](batch[0])
+        return 1 / self.teachers[0].calls
+
+
+class TogglesForTwoBatches(Plain):
+    """Trains one of two layers at a time, by hand."""
+
+    def __init__(self, killed_at: int | None = None) -> None:
+        super().__init__(killed_at)
+        self.automatic_optimization = False
+        self.further = nn.Linear(1, 1)
+
+    def configure_optimizers(self) -> Any:
+        layers = (self.net, self.further)
+        return [torch.optim.SGD(each.parameters(), 0.05, momentum=0.9) for each in layers]
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizers: Any = self.optimizers()
+        pair, number = divmod(self.batches, 2)
+        optimizer = optimizers[pair % 2]
+        if number == 0:
+            self.toggle_optimizer(optimizer)
+        loss = super().training_step(batch, batch_idx) + self.further(batch[0]).square().mean()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        if number == 1:
+            self.untoggle_optimizer(optimizer)
+
+
 @pytest.mark.daily(1)
 @pytest.mark.parametrize("killed_at", [18, *map(nightly, (3, 6))])
 @pytest.mark.parametrize(
@@ -2077,6 +2125,8 @@ class StepsTheOneInside(Plain):
         ByAMethodOfPythons,
         StepsAWrapper,
         StepsTheOneInside,
+        AsksATeacher,
+        TogglesForTwoBatches,
     ],
 )
 def test_what_training_makes_shares_or_changes_comes_back(

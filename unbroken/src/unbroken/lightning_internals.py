@@ -638,6 +638,21 @@ def buffers_left_out(part: nn.Module) -> set[str]:
     return part._non_persistent_buffers_set
 
 
+def before_toggle(module: LightningModule) -> dict[nn.Parameter, bool]:
+    """Which parameters ``module.untoggle_optimizer`` lets train again. Empty: no optimizer is
+    toggled.
+
+    Buys a resume between the two. Public way missing: the module notes it under this name alone.
+    """
+    states: dict[Any, bool] = module._param_requires_grad_state
+    return states
+
+
+def toggle_again(module: LightningModule, states: dict[nn.Parameter, bool]) -> None:
+    """Let an optimizer be toggled as :func:`before_toggle` has found it."""
+    module._param_requires_grad_state = states  # type: ignore[assignment]
+
+
 def versions_of(module: nn.Module) -> dict[str, tuple[int, int]]:
     """By parameter, numbers that are others as soon as it has been changed in place or replaced.
 

@@ -138,6 +138,8 @@ class Hooks(Callback):
                 engine.kept.objects.loaders_are_made(trainer)
             engine.following.epoch_is_over(trainer, engine.agreement.group)
             engine.saving.between_epochs(trainer)
+        if engine.own_folder.saves:
+            engine.kept.objects.epoch_starts(trainer)
         engine.kept.generators_of_epoch_start.hooks_are_called(trainer)
 
     def on_train_batch_start(

@@ -45,6 +45,7 @@ from unbroken.parts.module import (
     Gradients,
     PlainBuffers,
     Switches,
+    Toggled,
     UntrackedStatistics,
     saves_its_own_way,
 )
@@ -108,6 +109,7 @@ class KeptParts:
             FilledBuffers(self.buffers),
             self.buffers,
             FrozenParameters(),
+            Toggled(),
             EvalModes(),
             UntrackedStatistics(),
             self.hyperparameters,

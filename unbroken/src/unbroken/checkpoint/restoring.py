@@ -423,6 +423,9 @@ class Restoring:
         noted = self._kept.generators_of_epoch_start
         if self._resume is None:
             noted.loaders_are_made(trainer)
+            if trainer.current_epoch > 0 and self._own_folder.saves:
+                # It may choose the data of the new epoch.
+                self._kept.objects.epoch_starts(trainer)
         else:
             noted.return_to_before_loaders(trainer, self._resume.mine(trainer).get(noted.name, {}))
 

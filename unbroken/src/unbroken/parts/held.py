@@ -16,12 +16,14 @@ else: callbacks are counted among those of their class.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 import io
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
 from enum import Enum
+from multiprocessing.sharedctypes import SynchronizedBase
 from types import BuiltinMethodType, FunctionType, MethodType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
@@ -178,6 +180,7 @@ class Held:
         layers: The trained module's parts, by name.
         other_names: Further names of a module or an object with a state, each with its first.
         objects: Whatever the walk has opened, and the trained module's parts, by each of its names.
+        unreadable: What raises an error as it is looked at, with the class of that error.
     """
 
     owners: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -190,6 +193,7 @@ class Held:
     layers: dict[str, nn.Module] = dataclasses.field(default_factory=dict)
     other_names: dict[str, str] = dataclasses.field(default_factory=dict)
     objects: dict[str, Any] = dataclasses.field(default_factory=dict)
+    unreadable: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def saved(self, states: dict[str, Any], name: str) -> Any:
         """The state that was saved for what is held by a name now; None: there is none.
@@ -202,7 +206,9 @@ class Held:
 
 # As what a Trainer holds its loaders
 LOADERS = ("train_dataloader", "val_dataloaders")
-NUMBERS = (*NUMBERS_AND_TEXTS, Enum, np.generic)
+# Numbers in memory that processes share, and those of C
+SHARED: tuple[Any, ...] = (SynchronizedBase, ctypes.Array, ctypes.c_int.__base__)
+NUMBERS = (*NUMBERS_AND_TEXTS, Enum, np.generic, *SHARED)
 NOTHING = Told(())
 OF_MODULES = Told(
     (object,), advice="Save it in on_save_checkpoint, or make it a part (see docs/how_it_works.md)."
@@ -313,9 +319,11 @@ class _Look:
 
     def module(self) -> None:
         module = self.trainer.lightning_module
-        metrics = [part for _, part in self.named if isinstance(part, Metric)]
-        inside_metrics = {id(part) for metric in metrics for part in metric.modules()}
         places: list[Place] = []
+        for path, part in parts_outside_metrics(self.named):
+            name = f"module.{path}".rstrip(".")
+            is_foreign = part is not module and is_foreign_layer(part)
+            places += self._owner(name, part, Inside(), 0, only_singles=is_foreign)
         for path, part in self.named:
             name = f"module.{path}".rstrip(".")
             self.held.layers[name] = part
@@ -323,10 +331,6 @@ class _Look:
             for child, each in vars(part)["_modules"].items():
                 if each is not None:
                     self.held.objects[f"{name}.{child}"] = each
-            if not isinstance(part, Metric) and id(part) in inside_metrics:
-                continue
-            is_foreign = part is not module and is_foreign_layer(part)
-            places += self._owner(name, part, Inside(), 0, only_singles=is_foreign)
         self._walk(places)
 
     def data(self) -> None:
@@ -449,6 +453,18 @@ class _Look:
 
     def _opened(self, place: Place) -> list[Place]:
         """Note an object, and return what it holds and may be of interest."""
+        try:
+            return self._open(place)
+        except Exception as error:
+            # An attribute of the user's may not be there yet, or be computed.
+            return self._not_read(place.name, error)
+
+    def _not_read(self, name: str, error: Exception) -> list[Place]:
+        self.held.owners.pop(name, None)
+        self.held.unreadable[name] = type(error).__name__
+        return []
+
+    def _open(self, place: Place) -> list[Place]:
         place = place._replace(inside=_inside(place.value, place.inside))
         name, value = place.name, place.value
         self.held.objects[name] = value
@@ -494,7 +510,6 @@ class _Look:
         is_silent = only_singles or saves_itself(owner)
         tells = NOTHING if is_silent else inside.told
         inside = inside._replace(told=tells, attribute="", package=package_of(owner))
-        is_of_data = name.startswith("data.")
         attributes = self.held.attributes
         places: list[Place] = []
         of_class = {} if only_singles else changeable_of_class(owner)
@@ -505,20 +520,28 @@ class _Look:
             if type(value) in IMMUTABLE or (only_singles and is_row_of_numbers(value, tuple)):
                 if value is not None or not only_singles:
                     attributes[path] = value
-            elif only_singles and is_row_of_numbers(value, list):
-                continue
-            elif is_single(value) or (not only_singles and is_plain(value)):
-                if is_object(value):
-                    places.append(Place(path, value, depth + 1, inside))
-                elif is_of_data and not may_be_held(value):
-                    self._tell(path, value, inside)
-                else:
-                    attributes[path] = value
-                    if is_fillable(value):
-                        self.kept.add(id(value))
-            else:
-                places += self._child(path, value, inside, depth)
+            elif not only_singles or not is_row_of_numbers(value, list):
+                try:
+                    places += self._attribute(path, value, inside, depth, only_singles)
+                except Exception as error:
+                    self._not_read(path, error)
         return places if only_singles else places + self._slots(name, owner, inside, depth)
+
+    def _attribute(
+        self, path: str, value: Any, inside: Inside, depth: int, only_singles: bool
+    ) -> list[Place]:
+        """An attribute of somebody whose plain attributes are kept."""
+        if not is_single(value) and (only_singles or not is_plain(value)):
+            return self._child(path, value, inside, depth)
+        if is_object(value):
+            return [Place(path, value, depth + 1, inside)]
+        if path.startswith("data.") and not may_be_held(value):
+            self._tell(path, value, inside)
+            return []
+        self.held.attributes[path] = value
+        if is_fillable(value):
+            self.kept.add(id(value))
+        return []
 
     def _slots(self, name: str, owner: Any, inside: Inside, depth: int) -> list[Place]:
         """What somebody whose attributes are kept has in slots, which is told."""
@@ -547,7 +570,7 @@ class _Look:
         is_closed = isinstance(value, FUNCTIONS) and not isinstance(value, KEEPING_FUNCTIONS)
         if is_closed or id(value) in self.kept:
             return []
-        is_leaf = isinstance(value, (*LEAVES, Enum, np.ndarray)) or is_iterator(value)
+        is_leaf = isinstance(value, (*LEAVES, Enum, np.ndarray, *SHARED)) or is_iterator(value)
         is_leaf = is_leaf or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
         if is_leaf:
             self._tell(name, value, inside)
@@ -589,10 +612,14 @@ class _Look:
         if not isinstance(value, nn.Module):
             return []
         places: list[Place] = []
-        within = inside._replace(keeps_attributes=False, told=NOTHING)
-        for path, part in value.named_modules():
-            if not type(part).__module__.startswith("torch.nn."):
-                places += self._attributes(f"{name}.{path}".rstrip("."), part, within, depth)
+        for path, part in parts_outside_metrics(list(value.named_modules())):
+            of_part = f"{name}.{path}".rstrip(".")
+            is_foreign = is_foreign_layer(part)
+            if inside.keeps_attributes:
+                places += self._owner(of_part, part, inside, depth, only_singles=is_foreign)
+            elif not type(part).__module__.startswith("torch.nn."):
+                within = inside._replace(told=NOTHING if is_foreign else inside.told)
+                places += self._attributes(of_part, part, within, depth)
         return places
 
     def _part_of_data(self, place: Place) -> list[Place]:
@@ -675,6 +702,15 @@ class _Look:
             return []
         self._tell(name, type(value), inside)
         return self._attributes(name, value, inside, depth)
+
+
+def parts_outside_metrics(named: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module]]:
+    """Parts of a module, but for the networks in metrics, which these keep."""
+    metrics = [part for _, part in named if isinstance(part, Metric)]
+    inside = {id(part) for metric in metrics for part in metric.modules()}
+    return [
+        (name, each) for name, each in named if isinstance(each, Metric) or id(each) not in inside
+    ]
 
 
 def _inside(value: Any, inside: Inside) -> Inside:

@@ -159,6 +159,25 @@ class FrozenParameters(Switches):
         trainer.lightning_module.get_parameter(name).requires_grad = is_on
 
 
+class Toggled(Part):
+    """Which parameters are trained again when the optimizer is untoggled: those of the others have
+    no gradient until then.
+    """
+
+    name = "toggled"
+    of_each_rank = False
+
+    def take(self, trainer: Trainer) -> dict[str, bool]:
+        module = trainer.lightning_module
+        states = lightning_internals.before_toggle(module)
+        return {name: states[each] for name, each in module.named_parameters() if each in states}
+
+    def give_back(self, trainer: Trainer, value: dict[str, bool]) -> None:
+        module = trainer.lightning_module
+        states = {module.get_parameter(name): is_on for name, is_on in value.items()}
+        lightning_internals.toggle_again(module, states)
+
+
 class EvalModes(Switches):
     """Whether each part of a module is in training mode. A frozen backbone with batch norms is
     trained in eval mode.

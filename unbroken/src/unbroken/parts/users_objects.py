@@ -80,14 +80,22 @@ class UsersObjects(Part):
         self.replaced.begin(trainer, held)
 
     def loaders_are_made(self, trainer: Trainer) -> None:
-        """Note what the loaders of a new epoch hold."""
-        self.not_kept.loaders_are_made(self._look(trainer))
+        """Note what the loaders of a new epoch hold, and what ``train_dataloader`` has chosen."""
+        held = self._look(trainer)
+        self.not_kept.loaders_are_made(held)
+        self.replaced.epoch_begins(held)
+
+    def epoch_starts(self, trainer: Trainer) -> None:
+        """Before the user's hooks of an epoch's start, note what training has moved."""
+        self.replaced.epoch_starts(self._look(trainer))
 
     def before_batch(self, trainer: Trainer) -> None:
         """Before an epoch's first batch, note what the hooks of its start have set."""
         if trainer.current_epoch != self._epoch:
             self._epoch = trainer.current_epoch
-            self.not_kept.epoch_begins(self._look(trainer))
+            held = self._look(trainer)
+            self.not_kept.epoch_begins(held)
+            self.replaced.epoch_begins(held)
 
     # What is kept
 

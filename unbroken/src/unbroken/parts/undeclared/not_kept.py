@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterator, Mapping
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
@@ -16,12 +17,14 @@ from unbroken.lightning_internals import version_of
 from unbroken.parts.held import (
     LOADERS,
     OF_MODULES,
+    SHARED,
     Entries,
     Held,
     Identity,
     Length,
     Unkept,
     is_iterator,
+    saves_itself,
 )
 from unbroken.parts.plain_values import copied, is_plain_tensor, is_single
 from unbroken.tensors.same_values import is_same
@@ -86,6 +89,7 @@ class NotKept:
                 group = owner if each.told.since == "epoch" else each.attribute
                 changed.setdefault(group, []).append(each)
         found = [line_of(held, *several) for several in changed.values()]
+        found += self._lines_of_unreadable(held)
         for name in sorted(made_by_users(held) - self._there):
             if any(f"{name}.".startswith(f"{told}.") for told in self._told):
                 # What it lies in was told.
@@ -97,6 +101,16 @@ class NotKept:
                 " on_load_checkpoint."
             )
         return found
+
+    def _lines_of_unreadable(self, held: Held) -> list[str]:
+        """A line for each object whose own code raises an error as it is looked at."""
+        new = {name: why for name, why in held.unreadable.items() if name not in self._told}
+        self._told |= new.keys()
+        return [
+            f"a resume may not be exact: to look at {name} raises a {why}. So nothing of it is"
+            " kept, and no change of it is told."
+            for name, why in new.items()
+        ]
 
     def set_by_epochs(self, held: Held) -> dict[str, Any]:
         """Copies of numbers and texts that the starts of epochs have changed and nothing else has.
@@ -199,7 +213,10 @@ def what_it_is(held: Held, each: Unkept) -> str:
 def made_by_users(held: Held) -> set[str]:
     """The names of modules, of objects with a state, and of objects whose attributes are kept."""
     objects = held.owners.keys() - held.layers.keys()
-    return {*held.modules, *held.declared, *objects}
+    # A callback may make again what it saves.
+    saved = tuple(f"{name}." for name, each in held.callbacks.items() if saves_itself(each))
+    found = {*held.modules, *held.declared, *objects}
+    return {name for name in found if not name.startswith(saved)}
 
 
 def evidence_of(value: Any) -> Any:
@@ -218,6 +235,9 @@ def evidence_of(value: Any) -> Any:
     if isinstance(value, (*ROWS, dict)) and not isinstance(value, Length | Identity):
         entries = [each for _, each in entries_of(value)]
         return [len(entries), *map(evidence_of_entry, entries[-LAST_ENTRIES:])]
+    if isinstance(value, SHARED):
+        inside: Any = value.get_obj() if isinstance(value, SynchronizedBase) else value
+        return bytes(memoryview(inside))
     if isinstance(value, Identity):
         return id(value.value)
     if value is None or isinstance(value, Length | Entries | type):
