@@ -87,7 +87,7 @@ def test_the_list_has_every_part_once_and_generators_last() -> None:
     own = MetricRows(SimpleNamespace())  # type: ignore[arg-type]
     parts = KeptParts(RunLoaders(0), Following(Best()), [own], undeclared=True).all
     names = [part.name for part in parts]
-    assert len(names) == len(set(names)) == 30
+    assert len(names) == len(set(names)) == 31
     assert isinstance(parts[-1], RandomGenerators)
 
 
