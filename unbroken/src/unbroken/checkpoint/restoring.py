@@ -92,7 +92,7 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
    | the same | numbers, texts, lists, entries of dictionaries, other objects | told |
    | the same | new entries of dictionaries, as of a cache | neither |
    | all but callbacks with one | what no file can hold, such as an iterator | told |
-   | all of these | another object, function or class in the place of one | told |
+   | all but global variables and classes | another object or function in the place of one | told |
    | layers of a package | tensors that are neither weights nor buffers | neither |
    | data sets | what training changes, but in the workers of a loader | told |
 
@@ -130,7 +130,9 @@ The conditions:
 - The order of a sampler of one's own follows from torch's, NumPy's or Python's global generators,
   from generators in its attributes, from ``set_epoch`` or from its ``state_dict``.
 - Whatever a result depends on, and training changes, is "kept" by the table in step 6, and in the
-  walk's reach. No two tensors or generators that are kept become one, or share memory, in training.
+  walk's reach: not in a list or dictionary of more than 256 objects, nor deeper than eight
+  attributes and entries (holding/bounds.py). No two tensors or generators that are kept become one,
+  or share memory, in training.
 - Training changes no setting of the process (torch's defaults, environment variables).
 - It changes no attribute of the Trainer but those in parts/trainer_settings.py.
 - It does not change how weights lie in memory (their strides).

@@ -465,6 +465,7 @@ class _Look:
         return []
 
     def _open(self, place: Place) -> list[Place]:
+        """The same, where nothing fails."""
         place = place._replace(inside=_inside(place.value, place.inside))
         name, value = place.name, place.value
         self.held.objects[name] = value
