@@ -65,7 +65,7 @@ class Snapshot:
         for key, before in self.entries.items():
             if key == "state_dict":
                 # It has all weights, and not all buffers.
-                saved = checkpoint[key]
+                saved = checkpoint.get(key, {})
                 saved.update((name, value) for name, value in before.items() if name in saved)
             elif before:
                 checkpoint[key] = before

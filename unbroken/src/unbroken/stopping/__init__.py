@@ -65,9 +65,9 @@ test, until
   ``command_is_done`` (signals.py);
 - in a script, its handlers are given back. Where anything is raised, ``Hooks.on_exception`` does
   it: it first waits for the save that is under way, and then at most 8 s for the mirror. (In the
-  start there is neither.) Where nothing is raised, the callback's ``teardown``
-  does it, when the mirror is complete, or nothing more arrives in the store. The 8 s begin with
-  this rank's signal, also with a first one that comes in ``teardown``.
+  start there is neither.) Where nothing is raised, the callback's ``teardown`` does it, when the
+  mirror is complete, or nothing more arrives in the store. The 8 s begin with this rank's signal,
+  also with a first one that comes in ``teardown``.
 
 A signal that comes when a script has its handlers back is not ours: Ctrl-C raises
 KeyboardInterrupt, even while ``Stopped`` is on its way, and SIGTERM ends the process. Before the
