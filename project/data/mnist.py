@@ -72,7 +72,8 @@ class MNISTDataModule(LightningDataModule):
             "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
         ],
     )
-    # The library asks for these names (unbroken.contract), and does without any that is missing.
+    # The library asks for these names, and for the methods stay_with, state_of_files and
+    # prepare_image below (unbroken.contract). It does without any that is missing.
     mean = [0.1307]  # of pixels in 0-1
     std = [0.3081]
     image_shape = (1, 28, 28)

@@ -80,6 +80,7 @@ class MNISTClassifier(LightningModule):
             tasks.recompute_activations(self.network)
         if compile:
             self.network.compile()
+        # MNIST's. In setup those of the data module take their place, where it has any.
         tasks.register_mean_and_std(self, [0.1307], [0.3081])
 
         # Every checkpoint holds their sums (KeepsSums in unbroken.contract): a resume adds to them.

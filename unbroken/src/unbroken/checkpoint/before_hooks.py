@@ -10,8 +10,8 @@ Three times a run calls hooks whose effects must not stay:
 - A run that ends inside an epoch calls the hooks of the epoch's end. A longer run goes on from
   before them.
 
-Each class notes one thing as it is when it is made, and ``give_back`` undoes what was changed
-since. A list of them is what a moment needs.
+Each class notes one thing in its constructor, and ``give_back`` undoes what was changed since. A
+list of them is what a moment needs.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
 
     @property
     def saves(self) -> bool:
-        """Whether checkpoints are saved at all."""
+        """Whether there is a folder to save in. With ``fast_dev_run`` nothing is saved there."""
         return self.own_folder.has_path
 
     @property
@@ -309,7 +309,7 @@ class ExactCheckpoint(callbacks.Checkpoint):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.own_folder.files.wait()
         self.own_folder.finish_mirror(None)
-        # Here alone: after an error Lightning has still to end the workers of ours.
+        # Not after an error: then Lightning still needs our loaders, to end their workers.
         lightning_internals.exchange_loaders(trainer, users_own)
         asked = self._put_everything_back(trainer)
         self.ending.stop_if_asked_late(trainer, asked)

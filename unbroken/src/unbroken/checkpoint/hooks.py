@@ -90,7 +90,7 @@ class Hooks(Callback):
         engine.kept.fit_starts(trainer, pl_module)
         engine.restoring.fit_starts(trainer)
         lightning_internals.average_on_the_device(trainer)
-        self.seams.before_loaders(lambda: engine.restoring.loaders_are_made(trainer))
+        self.seams.before_loaders(lambda: engine.restoring.before_loaders(trainer))
         self.seams.after_train_start(lambda: self._after_train_start(trainer))
         self.seams.before_each_batch(lambda: self._before_batch(trainer))
         lightning_internals.leave_out_empty_hooks()
@@ -132,15 +132,15 @@ class Hooks(Callback):
         if engine.own_folder.saves:
             say(*engine.kept.data_sets.lines_of_changed())
         # Before the first epoch there is nothing to save.
-        if trainer.current_epoch > 0 and not engine.restoring.is_before_first_batch:
+        if trainer.current_epoch > 0 and not engine.restoring.is_resumed_without_a_batch:
             if engine.loading.loaded_at == trainer.current_epoch:
                 engine.kept.settings.loaders_are_made(trainer)
                 engine.kept.objects.loaders_are_made(trainer)
             engine.following.epoch_is_over(trainer, engine.agreement.group)
             engine.saving.between_epochs(trainer)
         if engine.own_folder.saves:
-            engine.kept.objects.epoch_starts(trainer)
-        engine.kept.generators_of_epoch_start.hooks_are_called(trainer)
+            engine.kept.objects.before_epoch_starts(trainer)
+        engine.kept.generators_of_epoch_start.before_hooks(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
@@ -195,7 +195,7 @@ class Hooks(Callback):
     ) -> None:
         checkpoint_io = trainer.strategy.checkpoint_io
         if isinstance(checkpoint_io, CheckpointMaker):
-            checkpoint_io.lightning_has_made(checkpoint)
+            checkpoint_io.add_our_state(checkpoint)
         else:
             # Another callback saves, inside a hook: a resume from there is not exact.
             self.engine.saving.add_choices(checkpoint)
@@ -247,8 +247,8 @@ class Hooks(Callback):
         engine = self.engine
         self._agree_in_evaluation(trainer, batch_idx, dataloader_idx)
         if not engine.agreement.is_stop or trainer.sanity_checking:
-            # In the sanity check only SLURM's signal is noted. A run stops before its first batch,
-            # where it can be saved.
+            # In the sanity check a signal is raised, and ends the run at once. One that is only
+            # noted, such as SLURM's, stops it before its first batch, where it can be saved.
             return
         if engine.validation.runs:
             snapshot = engine.validation.state_for_a_stop(trainer)

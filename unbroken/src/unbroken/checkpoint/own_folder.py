@@ -67,7 +67,7 @@ class OwnFolder:
 
     def begin(self, trainer: Trainer) -> None:
         """Make and lock the folder for a training, unless whoever gave the run's id has done so."""
-        self.files.training_starts()
+        self.files.forget_earlier_training()
         self.last_is_of_this_training = False
         batches: int = trainer.fast_dev_run  # type: ignore[attr-defined]
         # Whoever gives the run's id has given a rehearsal a folder of its own.
@@ -125,7 +125,10 @@ class OwnFolder:
             say(f"{error} The training is complete, and its last state is saved.")
 
     def finish_mirror(self, seconds: float | None) -> None:
-        """Bring the last save over, unless whoever made the folder does so."""
+        """Bring the last save over, unless whoever made the folder does so.
+
+        ``seconds``: how long it may take. None: as long as something still arrives there.
+        """
         if self._lock is not None and self.mirror is not None:
             say(*self.mirror.finish(seconds))
 

@@ -4,11 +4,13 @@ A part is one thing that a checkpoint keeps beside Lightning's own entries (part
 a place where a method of Lightning's is replaced (seams.py), a pass one way through a loader. In
 the order in which it happens:
 
-a. Lightning has read the checkpoint, and calls :meth:`Restoring.read`. It notes where training
-   starts in its loaders (``DataStart``). They are made after this, and ask for it.
-b. The user's start-up hooks act, as in a new run. Our callback is in front of all others: before
-   the first of them acts, it notes what they may change (:meth:`Restoring.fit_starts`,
-   :meth:`Restoring.training_starts`).
+a. Lightning has given module and data module their states, and calls :meth:`Restoring.read`. It
+   notes where training starts in its loaders (``DataStart``). They are made after this, and ask for
+   it. Lightning then gives the callbacks their states.
+b. The user's start-up hooks act, as in a new run: ``on_fit_start``, then, when Lightning has given
+   optimizers, schedules and loops their states, ``train_dataloader`` and ``on_train_start``. Our
+   callback is in front of all others: before the first of them acts, it notes what they may change
+   (:meth:`Restoring.fit_starts`, :meth:`Restoring.training_starts`).
 c. The last of these hooks is done (a seam after ``on_train_start``, in seams.py). If the run
    resumes inside an epoch, :meth:`Restoring.restore` calls ``on_train_epoch_start``, which
    Lightning leaves out there. It then puts the loaders where training starts, undoes what the
@@ -193,7 +195,7 @@ from unbroken.parts.module import give_plain_buffers
 from unbroken.parts.state_types import StateTypes
 from unbroken.stopping.ranks import gather_from_ranks, say
 from unbroken.storage.contents import CHOSEN, record_in
-from unbroken.storage.usable import can_start_from, replace_damaged_last, usable_best
+from unbroken.storage.usable import can_resume_from, replace_damaged_last, usable_best
 from unbroken.storage.weights import buffers_left_out
 
 # Whose bits in memory are compared with the saved ones, as a line calls them
@@ -241,7 +243,9 @@ class Restoring:
         self._lines = lines
         # Whether it is settled what this run starts from: its checkpoint was read, or it has none.
         self._start_is_settled = False
-        # None: nothing is left to give back but the number of validated batches.
+        # The checkpoint's state, until the resumed run has done its first batch. None: nothing is
+        # left to give back but the number of validated batches; or the run is a new one, or the
+        # checkpoint is another library's.
         self._resume: Resume | None = None
         self._before_hooks: list[BeforeHooks] = []
         self._state_types: StateTypes | None = None
@@ -250,7 +254,7 @@ class Restoring:
         self._sanity_steps: float | None = None
 
     @property
-    def is_before_first_batch(self) -> bool:
+    def is_resumed_without_a_batch(self) -> bool:
         """Whether this run is resumed, from a checkpoint that this library has saved, and has done
         no batch yet.
         """
@@ -282,7 +286,7 @@ class Restoring:
         of_version = note_of_version(saved)
         if of_version is not None:
             self._lines.append(of_version)
-        if not can_start_from(checkpoint):
+        if not can_resume_from(checkpoint):
             self._lines.append(
                 "that checkpoint is inside an epoch, and its data cannot be started there: the"
                 " resume is not exact."
@@ -420,14 +424,14 @@ class Restoring:
         kinds = (WeightValues, CallbackStates, DataState, ExtraStates, OwnEntries)
         self._before_hooks = [kind(trainer) for kind in kinds]
 
-    def loaders_are_made(self, trainer: Trainer) -> None:
+    def before_loaders(self, trainer: Trainer) -> None:
         """Before the user's ``train_dataloader``: let it draw what it drew before the save."""
         noted = self._kept.generators_of_epoch_start
         if self._resume is None:
-            noted.loaders_are_made(trainer)
+            noted.before_loaders(trainer)
             if trainer.current_epoch > 0 and self._own_folder.saves:
                 # It may choose the data of the new epoch.
-                self._kept.objects.epoch_starts(trainer)
+                self._kept.objects.before_epoch_starts(trainer)
         else:
             noted.return_to_before_loaders(trainer, self._resume.mine(trainer).get(noted.name, {}))
 

@@ -64,12 +64,12 @@ class Resume:
         samples_per_batch = state.pop("samples_per_batch")
         batches = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
         # On more devices than before a new rank goes on where an earlier one was.
-        mine = ranks[trainer.global_rank % len(ranks)]
+        of_rank = ranks[trainer.global_rank % len(ranks)]
         data_start = DataStart(
             epoch=epoch_of(checkpoint, place),
             batches=0 if place == BETWEEN_EPOCHS else batches["current"]["completed"],
             samples_per_batch=samples_per_batch,
-            loader_states=mine["loaders"],
+            loader_states=of_rank["loaders"],
             epoch_is_trained=batches["is_last_batch"],
         )
         ended = checkpoint["global_step"] == trainer.max_steps
@@ -78,7 +78,7 @@ class Resume:
             ranks=ranks,
             shared=state,
             samples_per_batch=samples_per_batch,
-            batch_sizes=mine.get(BatchSizes.name, []),
+            batch_sizes=of_rank.get(BatchSizes.name, []),
             data_start=data_start,
             should_stop=should_stop,
             was_cut_after_last_step=place == "validation" and ended,

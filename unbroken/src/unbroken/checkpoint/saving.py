@@ -34,7 +34,8 @@ replaced (seams.py). In the order in which it happens:
    ask each other whether the disk is still busy.) ``every="500"`` saves at the multiples of 500
    optimizer steps, whatever was saved between them.
 2. At one of the moments above every part is taken: places in loaders, generators, metrics, what the
-   user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Then
+   user's objects hold (:meth:`KeptParts.take`; kept.py has the list). Their values are copied
+   there; weights and the states of optimizers stay where they are until item 3. Then
    :meth:`Saving.save_and_maybe_stop` saves it, if a run can resume from it or it is a new best
    (:meth:`Saving._plan`). The batch before is done with its logging and its validation,
    and no hook of the next one was called. (validation.py takes the parts for a stop inside a
@@ -43,7 +44,7 @@ replaced (seams.py). In the order in which it happens:
    Lightning make its checkpoint, which calls
 
    - our ``on_save_checkpoint`` (hooks.py), which calls
-   - ``CheckpointMaker.lightning_has_made`` (run_files.py), which calls
+   - ``CheckpointMaker.add_our_state`` (run_files.py), which calls
    - :meth:`Saving._put_state_into`, which adds what Lightning's checkpoint lacks.
 
    Then the rows of ``metrics.csv`` up to this step are brought to the disk, because a resume needs
@@ -108,12 +109,12 @@ class PlannedSave:
     Attributes:
         snapshot: The state that is saved.
         is_best: Whether it is a new best.
-        can_be_resumed: Whether a run can resume from it. If not, ``last.ckpt`` stays as it is.
+        can_resume_from_it: Whether a run can resume from it. If not, ``last.ckpt`` stays as it is.
     """
 
     snapshot: Snapshot
     is_best: bool
-    can_be_resumed: bool
+    can_resume_from_it: bool
 
 
 class Saving:
@@ -284,7 +285,7 @@ class Saving:
                 when_saved=partial(self._note_saved, None),
             )
             self._refuse_to_end_unsaved(wait)
-        if is_last and (save is None or not save.can_be_resumed):
+        if is_last and (save is None or not save.can_resume_from_it):
             self._tell_what_is_saved(trainer)
         self._following.is_new = False
         if stops:
@@ -298,9 +299,9 @@ class Saving:
         """
         if snapshot is None or not self._own_folder.saves:
             return None
-        can_be_resumed = self._can_resume_from(trainer, snapshot)
-        save = PlannedSave(snapshot, self._following.is_new, can_be_resumed)
-        return save if save.can_be_resumed or save.is_best else None
+        can_resume_from_it = self._can_resume_from(trainer, snapshot)
+        save = PlannedSave(snapshot, self._following.is_new, can_resume_from_it)
+        return save if save.can_resume_from_it or save.is_best else None
 
     @contextmanager
     def _pauses(self, trainer: Trainer) -> Iterator[None]:
@@ -323,13 +324,13 @@ class Saving:
 
         A large state is on the disk later: :meth:`_note_saved` is called then.
         """
-        step = trainer.global_step if save.can_be_resumed else None
+        step = trainer.global_step if save.can_resume_from_it else None
         files = self._own_folder.files
         with self._kept.without_a_trace(trainer):
             files.write(
                 trainer,
                 target=files.best if save.is_best else files.last,
-                copied_to=files.last if save.is_best and save.can_be_resumed else None,
+                copied_to=files.last if save.is_best and save.can_resume_from_it else None,
                 group=self._agreement.group,
                 add_state=partial(self._put_state_into, trainer, save),
                 add_weights=partial(self._kept.add_weights_left_out, trainer, save.snapshot),
@@ -362,7 +363,7 @@ class Saving:
         record["state"] = state
         record["run_id"] = self._own_folder.run_id
         record["resumed_at"] = self._kept.chain.resumed_at
-        record["can_go_on"] = save.can_be_resumed
+        record["can_go_on"] = save.can_resume_from_it
         record.setdefault("versions", {})[other_version.NAME] = __version__
         return record
 

@@ -119,11 +119,11 @@ class GeneratorsOfEpochStart(Note):
         self._generators = generators
         self._noted: dict[str, dict[str, Any]] = {}
 
-    def loaders_are_made(self, trainer: Trainer) -> None:
+    def before_loaders(self, trainer: Trainer) -> None:
         """Note them before the user's ``train_dataloader``."""
         self._note(trainer, LOADERS)
 
-    def hooks_are_called(self, trainer: Trainer) -> None:
+    def before_hooks(self, trainer: Trainer) -> None:
         """Note them before the user's ``on_train_epoch_start``."""
         self._note(trainer, HOOKS)
 

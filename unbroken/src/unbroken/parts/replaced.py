@@ -49,13 +49,13 @@ class Replaced:
         self._hooks = hooks_of(held)
         self._callbacks = names_of_callbacks(trainer)
 
-    def epoch_starts(self, held: Held) -> None:
+    def before_epoch_starts(self, held: Held) -> None:
         """Note what has moved before the user's hooks of an epoch's start, and before his
         ``train_dataloader``.
         """
         self._moved = set(self._moved_now(held))
 
-    def epoch_begins(self, held: Held) -> None:
+    def epoch_has_started(self, held: Held) -> None:
         """What ``train_dataloader`` or a hook of an epoch's start has moved is no change: a resumed
         run moves it, too.
         """

@@ -83,19 +83,19 @@ class UsersObjects(Part):
         """Note what the loaders of a new epoch hold, and what ``train_dataloader`` has chosen."""
         held = self._look(trainer)
         self.not_kept.loaders_are_made(held)
-        self.replaced.epoch_begins(held)
+        self.replaced.epoch_has_started(held)
 
-    def epoch_starts(self, trainer: Trainer) -> None:
+    def before_epoch_starts(self, trainer: Trainer) -> None:
         """Before the user's hooks of an epoch's start, note what training has moved."""
-        self.replaced.epoch_starts(self._look(trainer))
+        self.replaced.before_epoch_starts(self._look(trainer))
 
     def before_batch(self, trainer: Trainer) -> None:
         """Before an epoch's first batch, note what the hooks of its start have set."""
         if trainer.current_epoch != self._epoch:
             self._epoch = trainer.current_epoch
             held = self._look(trainer)
-            self.not_kept.epoch_begins(held)
-            self.replaced.epoch_begins(held)
+            self.not_kept.epoch_has_started(held)
+            self.replaced.epoch_has_started(held)
 
     # What is kept
 

@@ -12,7 +12,8 @@ place in the queue. Lightning's own handlers of SIGTERM and of SLURM's signal ar
    SIGTERM, Ctrl-C, a save that is due, nothing. A run of one rank has it at once, several ranks
    after their next step. What comes at the last step is asked for once more as training ends.
    (Ranks that read streams ask each other before each batch whether all have one. Their requests
-   travel with that question, and are read when the batch is done.)
+   travel with that question, and are read when the batch is done.) A signal that comes while a save
+   is made is no exception: one more step follows, and a save of its own before the stop.
 3. When Lightning hands the next batch to the step, our patch of ``Precision.convert_input``
    (seams.py) calls ``Saving.before_batch`` first: it saves the run, and rank zero writes
    ``last.ckpt``. (For a step that takes ``dataloader_iter``, ``on_train_batch_start`` calls it.)

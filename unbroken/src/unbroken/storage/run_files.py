@@ -94,8 +94,8 @@ class RunFiles:
 
     A small state is written while training waits. A large one is copied in memory, and a thread
     writes it while training goes on: see :class:`WritingThread` and :class:`Staging`. From a GPU
-    the copy is only asked for, in order with the GPU's other work; the thread waits until it is
-    made.
+    the copy is only asked for, in order with the GPU's other work. The thread waits until the GPU
+    has done all that it was asked for, that copy among it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -105,9 +105,9 @@ class RunFiles:
         self._own_io = AtomicCheckpointIO()
         self._thread = WritingThread()
         self._staging = Staging()
-        self.training_starts()
+        self.forget_earlier_training()
 
-    def training_starts(self) -> None:
+    def forget_earlier_training(self) -> None:
         """Forget what an earlier training in the folder could not save, and what its saves cost."""
         self.trouble = Trouble("saves fail", "the run is saved again")
         # A best that the disk did not take. None: the disk has the newest best.
@@ -391,7 +391,7 @@ class CheckpointMaker(TorchCheckpointIO):
         theirs = strategy.checkpoint_io
         strategy.checkpoint_io = self
         try:
-            # It calls our on_save_checkpoint (hooks.py), which calls lightning_has_made below, and
+            # It calls our on_save_checkpoint (hooks.py), which calls add_our_state below, and
             # then save_checkpoint below.
             self._trainer.save_checkpoint(target, weights_only=False)
         except (UserError, NotPlain):
@@ -407,7 +407,7 @@ class CheckpointMaker(TorchCheckpointIO):
             )
         return self._made
 
-    def lightning_has_made(self, checkpoint: dict[str, Any]) -> None:
+    def add_our_state(self, checkpoint: dict[str, Any]) -> None:
         """Called before the user's own ``on_save_checkpoint``, with Lightning's checkpoint."""
         self._record = self._add_state(checkpoint)
         # Only now: it may have put other tensors in the place of Lightning's.

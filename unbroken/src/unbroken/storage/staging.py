@@ -25,8 +25,8 @@ class Staging:
     the copy, too. Every tensor is copied at every save, also one that is frozen: a teacher that is
     averaged through ``.data`` changes without its version, and only its values would tell.
 
-    The copy is of the host. From a GPU the bytes go into pinned memory; the GPU copies them in
-    order with its other work, and the training thread does not wait for it.
+    The copy lies in the memory of the host. From a GPU the bytes go into pinned memory; the GPU
+    copies them in order with its other work, and the training thread does not wait for it.
     """
 
     def __init__(self) -> None:

@@ -23,7 +23,7 @@ def checkpoint_to_resume(last: Path, best: Path) -> tuple[Path | None, list[str]
             continue
         checkpoint, reason = read_or_reason(path)
         is_best_alone = path == best and not last.exists()
-        if reason is None and is_best_alone and not can_start_from(checkpoint):
+        if reason is None and is_best_alone and not can_resume_from(checkpoint):
             reason = f"{path} is inside an epoch, and its data cannot be started there."
         if reason is None:
             return path, skipped
@@ -31,7 +31,7 @@ def checkpoint_to_resume(last: Path, best: Path) -> tuple[Path | None, list[str]
     return None, skipped
 
 
-def can_start_from(checkpoint: dict[str, Any]) -> bool:
+def can_resume_from(checkpoint: dict[str, Any]) -> bool:
     """Whether a resume from a checkpoint is exact, as far as its place and loaders are concerned.
 
     It is not in a new best inside an epoch of data that cannot be started there.

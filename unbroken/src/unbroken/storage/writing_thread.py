@@ -35,7 +35,8 @@ class WritingThread:
         """Raise what a write has raised, once. Nothing is waited for."""
         error = self._error
         if error is not None:
-            # Not before: the thread may set it at any moment.
+            # Only after it was seen: the thread may set it at any moment, and to clear it first
+            # could lose it.
             self._error = None
             raise error
 

@@ -58,7 +58,7 @@ class NotKept:
         self._first = dict(self._fresh)
         self._there = made_by_users(held)
 
-    def epoch_begins(self, held: Held) -> None:
+    def epoch_has_started(self, held: Held) -> None:
         """Note again what an epoch's start may set: a resumed run sets it, too. And note what
         workers that outlive an epoch begin with.
         """
