@@ -4,12 +4,12 @@ checkpoint.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, random_split
 
 
 def rows(count: int, seed: int) -> TensorDataset:
@@ -57,3 +57,27 @@ class Dies(Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
         if trainer.global_step == self.step:
             raise RuntimeError("died")
+
+
+class SplitsByChance(LightningDataModule):
+    """Splits its rows in each ``setup``, by the global generator."""
+
+    splits: ClassVar[list[list[int]]] = []
+
+    def setup(self, stage: str) -> None:
+        self.train, self.test = random_split(rows(60, 0), [40, 20])
+        self.splits.append(list(self.test.indices))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train, 4, shuffle=True)
+
+    def test_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.test, 4)
+
+
+class AlsoTested(Regression):
+    val_dataloader: Any = None
+    validation_step: Any = None
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))

@@ -23,6 +23,7 @@ from torch.utils.data import (
 )
 from unbroken import ExactCheckpoint
 from unbroken.checkpoint.restoring import who_keeps_the_best_of_before
+from unbroken.commands import test as test_command
 from unbroken.commands.sweep.space import Space
 from unbroken.commands.sweep.trials import RunningTrial
 from unbroken.loggers.metrics_csv import MetricsCSV
@@ -37,7 +38,7 @@ from unbroken.storage.files import NotWritten
 
 from tests.commands import SMALL, checkpoint
 from tests.monitored import make_trainer
-from tests.plain_module import Dies, Regression
+from tests.plain_module import Dies, Regression, SplitsByChance
 
 STEPS = 6
 
@@ -286,6 +287,20 @@ def test_loggers_get_the_results_of_the_test_under_their_own_names(workplace: Pa
     assert logged == {**result, "epoch": 1}
     rows.log_metrics({"val_loss": 1.0})
     assert rows.rows[-1][1] == {"val_loss": 1.0}
+
+
+def test_the_test_at_a_runs_end_and_the_command_read_the_rows_that_a_split_has_held_out(
+    workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    SplitsByChance.splits.clear()
+    words = ["--model", "tests.plain_module.AlsoTested"]
+    words += ["--data", "tests.plain_module.SplitsByChance"]
+    assert job.main([*words, "--max_epochs", "1", "--accelerator", "cpu"]) == 0
+    assert test_command.main("numerals", ["--accelerator", "cpu"]) == 0
+    of_training, of_its_test, of_command = SplitsByChance.splits
+    assert of_its_test == of_training
+    assert of_command == of_training
 
 
 def test_a_row_without_an_epoch_is_of_the_moment_of_the_row_before(tmp_path: Path) -> None:

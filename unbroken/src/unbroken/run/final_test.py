@@ -14,6 +14,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.seed import isolate_rng
 from unbroken.cli.cli import Configuration
 from unbroken.cli.refusals import RESTORING, is_of_the_ranks, modules_of
 from unbroken.cli.trainer_flags import reading_only
@@ -53,7 +54,8 @@ def final_test(trainer: Trainer, config: Configuration, best_path: Path | None) 
     if isinstance(trainer.strategy, FSDPStrategy):
         from unbroken.checkpoint.sharding import for_float32_test
 
-        module = for_float32_test(trainer.strategy, config.fresh_module())
+        with isolate_rng():
+            module = for_float32_test(trainer.strategy, config.fresh_module())
     # A precision of float64 stays: the data may need it.
     if isinstance(trainer.precision_plugin, MixedPrecision | HalfPrecision):
         trainer.strategy.precision_plugin = Precision()

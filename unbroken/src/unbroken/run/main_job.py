@@ -23,6 +23,7 @@ from unbroken.loggers.chosen import commands_to_look
 from unbroken.loggers.metrics_csv import MetricsCSV
 from unbroken.loggers.wandb import sync_command
 from unbroken.mirror.mirror import NOT_COMPLETE
+from unbroken.parts.generators import RandomGenerators
 from unbroken.results.facts import summarize
 from unbroken.results.run_result import (
     RunResult,
@@ -142,6 +143,8 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
     checkpoint = the(ExactCheckpoint, trainer)
     is_tested = False
     judged = None if run.checkpoint is None else run.fingerprint
+    generators = RandomGenerators()
+    before_setup = generators.take(trainer)
     try:
         with (
             refusals_as_errors(run.checkpoint, lambda: timer.begun),
@@ -156,6 +159,9 @@ def train(config: Configuration, run: RunFolder, trainer: Trainer) -> RunResult:
         refuse_training_of_no_step(run, trainer, checkpoint)
         result = result_of(config, run, trainer)  # before the test changes the precision
         best_path = checkpoint.best_path if checkpoint.saves else None
+        # The test calls setup once more. A split that it draws must be that of the training, or
+        # samples are tested that were trained on.
+        generators.give_back(trainer, before_setup)
         with (
             refusals_as_errors(None, lambda: timer.begun),
             reading_best(trainer, best_path, takes_any(run, config)),
