@@ -81,3 +81,18 @@ class AlsoTested(Regression):
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.log("test_loss", self.loss(batch))
+
+
+class StepsByItself(Regression):
+    """Gives Lightning no optimizer, and steps with one of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.optim.SGD(self.parameters(), 0.01, momentum=0.9)
+
+    def configure_optimizers(self) -> None:
+        return None
+
+    def on_after_backward(self) -> None:
+        self.own.step()
+        self.own.zero_grad()

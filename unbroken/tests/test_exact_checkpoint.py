@@ -53,7 +53,7 @@ from tests.commands import (
     wait_for,
 )
 from tests.other_tasks import LoaderWithState
-from tests.plain_module import Dies, Regression, rows
+from tests.plain_module import Dies, Regression, StepsByItself, rows
 
 SCRIPT = [sys.executable, "-m", "tests.plain_script"]
 
@@ -132,6 +132,15 @@ def fit(
     trainer = Trainer(max_epochs=epochs, accelerator="cpu", callbacks=[keep, *further], **flags)
     trainer.fit(make(), ckpt_path=keep.resume_from)
     return keep
+
+
+@pytest.mark.filterwarnings("ignore:`LightningModule.configure_optimizers` returned `None`")
+def test_a_module_that_gives_lightning_no_optimizer_resumes_exactly(workplace: Path) -> None:
+    fit("undisturbed", make=StepsByItself)
+    with pytest.raises(RuntimeError, match="died"):
+        fit("killed", Dies(33), make=StepsByItself)
+    fit("killed", make=StepsByItself)
+    assert_same_end(Path("undisturbed"), Path("killed"))
 
 
 class Ends(Callback):

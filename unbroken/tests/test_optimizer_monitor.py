@@ -82,6 +82,19 @@ def test_an_optimizer_without_a_rate_has_a_norm(tmp_path):
     ]
 
 
+class Untrained(Linear):
+    def configure_optimizers(self) -> None:
+        return None
+
+
+def test_without_an_optimizer_there_is_nothing_to_log(tmp_path):
+    monitor = OptimizerMonitor()
+    trainer, rows = make_trainer(tmp_path, monitor, log_every_n_steps=2)
+    trainer.fit(Untrained(), Points(8 * 4, 8).loader())
+    assert rows.of("optimizer") == []
+    assert not monitor.is_off
+
+
 def test_under_16_mixed_the_norm_is_unscaled_and_the_scale_is_logged(tmp_path):
     plain, scaled = [
         make_trainer(

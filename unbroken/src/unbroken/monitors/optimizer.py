@@ -48,6 +48,9 @@ class OptimizerMonitor(Monitor):
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
+        if not optimizer.param_groups:
+            # Lightning's stand-in, where configure_optimizers returns None.
+            return
         is_first = optimizer is trainer.optimizers[0]
         step = trainer.global_step + 1
         is_log_step = is_due(trainer, step)

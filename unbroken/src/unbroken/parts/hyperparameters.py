@@ -47,7 +47,9 @@ def kinds_of(trainer: Trainer) -> list[list[Any]]:
     found: list[list[Any]] = []
     for optimizer in trainer.optimizers:
         kind = type(optimizer)
-        options = optimizer.param_groups[0].keys() - {"params", "initial_lr"}
+        # Lightning's stand-in, where configure_optimizers returns None, has no group.
+        first_group = next(iter(optimizer.param_groups), {})
+        options = first_group.keys() - {"params", "initial_lr"}
         found.append([f"{kind.__module__}.{kind.__qualname__}", sorted(options)])
     return found
 
