@@ -44,10 +44,13 @@ def test_a_run_in_which_all_is_well_has_no_notes(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
-def test_a_training_step_that_returns_no_loss_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_step_that_returns_no_loss_is_said_after_one_epoch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = ["--model", "tests.odd_modules.Silent", "--data", "null", "--accelerator", "cpu"]
-    words += ["--max_epochs", "1", "--run_name", "r", "--report", "false"]
+    words += ["--max_epochs", "3", "--run_name", "r", "--report", "false"]
     assert fit.main(words) == 0
+    assert summary(FOLDER)["epochs"] == 1
     note = (
         "nothing was trained: no training_step has returned a loss. Does it end in `return loss`?"
     )

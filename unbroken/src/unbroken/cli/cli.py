@@ -29,7 +29,6 @@ from unbroken.cli.options import (
     FLAT,
     OF_THE_LAUNCH,
     OPTIONS,
-    TRAINER_DEFAULTS,
     TrainerFlags,
 )
 from unbroken.cli.parser import option_names
@@ -113,9 +112,8 @@ class CLI(LightningCLI):
         self.stranger = stranger
         # What the user is told of a choice that was made for him.
         self.notes: list[str] = []
-        defaults = dict(TRAINER_DEFAULTS)
-        if line.sets_a_length:
-            defaults["max_epochs"] = -1  # only the typed limit counts
+        # Only the typed limit counts.
+        defaults = {"max_epochs": -1} if line.sets_a_length else {}
         silence_unfounded_advice()
         use_for_parsing()
         # No classes are given: any may be named, and no data module where the module has its

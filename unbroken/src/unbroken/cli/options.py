@@ -12,9 +12,6 @@ from unbroken.cli.trackers import TrackerWords
 
 # Trainer flags, which may be typed without "trainer."
 FLAT = frozenset(inspect.signature(Trainer).parameters)
-TRAINER_DEFAULTS: dict[str, Any] = {
-    "num_sanity_val_steps": 0,  # it would cost two batches at every start
-}
 # Options of one launch. They are no settings of the run: config.yaml leaves them out.
 OF_THE_LAUNCH = (
     "ckpt_path",

@@ -14,12 +14,17 @@ from torch.nn.parameter import is_lazy
 from unbroken.results.run_result import RunResult
 from unbroken.stopping.ranks import say
 
+NOTHING_TRAINED = (
+    "nothing was trained: no training_step has returned a loss. Does it end in `return loss`?"
+)
+
 
 class WrongNumbers(Callback):
     """Looks at metrics and weights at the end of each epoch and validation.
 
     It prints a line when one is not finite any more, and adds to the closing lines and to ``notes``
-    in ``summary.json`` what is wrong with the result.
+    in ``summary.json`` what is wrong with the result. A training whose first epoch has had no loss
+    ends with that epoch.
 
     Args:
         monitor: The metric that the user wants best.ckpt to follow; None: it is chosen by the
@@ -71,6 +76,10 @@ class WrongNumbers(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._look(trainer, pl_module)
+        # A module that collects statistics has no optimizer, and needs no loss.
+        should_train = any(optimizer.param_groups for optimizer in trainer.optimizers)
+        if self._steps_seen and not self._has_loss and should_train:
+            trainer.should_stop = True
 
     def add_facts(self, trainer: Trainer, result: RunResult) -> None:
         """Add a note for each thing that is wrong. Then nobody needs advice how to be faster."""
@@ -80,10 +89,7 @@ class WrongNumbers(Callback):
         if result.stopped_by is None and trainer.limit_test_batches == 0:
             summary.notes.append("not tested: --limit_test_batches is 0.")
         if self._steps_seen and not self._has_loss:
-            summary.notes.append(
-                "nothing was trained: no training_step has returned a loss. Does it end in `return"
-                " loss`?"
-            )
+            summary.notes.append(NOTHING_TRAINED)
         for name, value in summary.metrics.items():
             if name.startswith("test") and not math.isfinite(value):
                 summary.notes.append(f"{name} is not a number ({value}).")
