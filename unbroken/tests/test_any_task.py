@@ -4,6 +4,7 @@ is not.
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import threading
@@ -440,7 +441,7 @@ def test_layers_of_setup_are_loaded_without_a_test_and_named_where_weights_alone
     weights = checkpoint(given)["state_dict"]
     assert {*weights} == {*used} >= {"last.weight"}
     assert all(torch.equal(value, weights[name]) for name, value in used.items())
-    taken, kept, foreign = start_from(Untested(), str(given))
+    taken, kept, foreign = start_from(Untested(), str(given), RUNS)
     assert taken.endswith("4 of 5 tensors taken.")
     assert kept == "--init_weights: these keep their random start: mean"
     assert foreign.endswith("not in the module, or not before its setup: last.bias, last.weight")
@@ -789,6 +790,18 @@ def test_a_new_run_starts_from_another_runs_weights_and_nothing_else(
         capsys, *flags, "--run_name", "all", "--ckpt_path", "last", "--init_weights", best
     )
     assert "--init_weights starts a new run" in both
+
+
+def test_the_newest_run_whose_weights_are_taken_is_of_the_folder_that_is_typed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = [*LINE, *SHORT, "--max_epochs", "1"]
+    train("here", *flags)
+    shutil.copytree(RUNS / "here", "elsewhere/there")
+    capsys.readouterr()
+    again = [*flags, "--default_root_dir", "elsewhere", "--init_weights", "best"]
+    assert fit.main([*again, "--run_name", "again"]) == 0
+    assert "--init_weights elsewhere/there/best.ckpt: 4 of 4" in capsys.readouterr().out
 
 
 @pytest.mark.nightly

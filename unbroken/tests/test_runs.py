@@ -79,6 +79,17 @@ def make_run(
     return folder
 
 
+def test_runs_that_follow_different_metrics_are_compared_by_those_that_both_have(
+    tmp_path: Path,
+) -> None:
+    make_run(tmp_path, "by_accuracy", accuracy=0.9)
+    folder = make_run(tmp_path, "by_loss", accuracy=0.8)
+    facts = json.loads((folder / "summary.json").read_text())
+    (folder / "summary.json").write_text(json.dumps(facts | {"monitor": "val/loss"}))
+    found = {run.name: run.results["val/accuracy"] for run in saved_run.find_runs(tmp_path)}
+    assert found == {"by_accuracy": 0.9, "by_loss": 0.8}
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     root = tmp_path / "checkpoints"

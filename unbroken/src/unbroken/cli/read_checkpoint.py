@@ -319,13 +319,18 @@ def set_up(config: Configuration) -> None:
 
 # What draws in a setup() that comes later, such as a split, draws as in a run without it.
 @isolate_rng()
-def start_from(module: LightningModule, name: str | None) -> list[str]:
+def start_from(module: LightningModule, name: str | None, root: Path) -> list[str]:
     """Give a new run's module the weights of another's checkpoint that fit by name and shape;
     returns what to say.
+
+    Args:
+        module: That of the new run.
+        name: ``--init_weights``: a file, or ``best`` or ``last`` of the newest run. None: nothing.
+        root: The folder of the runs.
     """
     if name is None:
         return []
-    path = find_checkpoint(name, option="--init_weights")
+    path = find_checkpoint(name, root, option="--init_weights")
     module.configure_model()
     given = read(path)["state_dict"]
     own = module.state_dict()

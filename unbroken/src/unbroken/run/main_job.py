@@ -36,7 +36,7 @@ from unbroken.results.run_result import (
 from unbroken.run.final_test import NotTested, final_test, lacks_for_test, reading_best
 from unbroken.run.progress import RunTimer, closing_lines, stopped_lines
 from unbroken.run.run_record import RunRecord
-from unbroken.run_folder import RunFolder
+from unbroken.run_folder import ROOT, RunFolder
 from unbroken.stopping import signals
 from unbroken.stopping.ranks import is_rank_zero, say
 from unbroken.storage.checkpoint_files import read
@@ -116,7 +116,8 @@ def train_in(run: RunFolder, config: Configuration, build: Build) -> RunResult:
             signals.watch(run.discard)
             run.create()
         if run.checkpoint is None:
-            say(*start_from(config.module, config.options.init_weights))
+            root = Path(config.trainer["default_root_dir"] or ROOT)
+            say(*start_from(config.module, config.options.init_weights, root))
         if is_rank_zero():
             for line in config.lost_in_record():
                 say(f"config.yaml and checkpoints do not repeat this run: {line}")

@@ -135,8 +135,9 @@ class SavedRun:
         followed = self.summary.get("monitor", "")
         of_test = followed.replace("val", "test", 1)
         first = [followed, f"test/{followed.rpartition('/')[2]}", of_test]
-        tests = [name for name in self.summary if name.startswith("test")]
-        names = dict.fromkeys([*first, *tests])
+        # Runs that follow different metrics are compared by those that both have.
+        others = [name for name in self.summary if name.startswith(("val", "test"))]
+        names = dict.fromkeys([*first, *others])
         return {name: self.summary[name] for name in names if is_number(self.summary.get(name))}
 
     def _find_state(self) -> str:
