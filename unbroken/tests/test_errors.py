@@ -17,10 +17,11 @@ import torch
 import yaml
 from jsonargparse import get_loader
 from numerals.fit import job as fit
+from unbroken.cli import program
 from unbroken.cli import start as entry
 from unbroken.cli.cli import configure
 from unbroken.cli.explain import explain
-from unbroken.cli.read_checkpoint import load
+from unbroken.cli.read_checkpoint import load, read_configuration
 from unbroken.cli.refusals import refusals_as_errors
 from unbroken.commands import test as test_command
 from unbroken.run import main_job
@@ -376,6 +377,149 @@ def test_a_config_in_which_a_few_aliases_name_very_much_is_refused_at_once(
     assert "--data" in error_of(capsys, "--data", "many.yaml")
     with pytest.raises(yaml.YAMLError, match=too_many):
         get_loader("yaml")(text)
+
+
+@pytest.fixture
+def default_yaml(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The program's default file, for a test to write."""
+    file = workplace / "configs" / "default.yaml"
+    file.parent.mkdir()
+    monkeypatch.setattr(program, "DEFAULTS", str(file))
+    return file
+
+
+NOT_TAKEN = [
+    "trainer: {max_epoch: 3}",
+    "modle: {lr: 1}",
+    "monitr: val/loss",
+    "trainer: {max_epochs: four}",
+    "trainer: {logger: tensorbord}",
+    "trainer: {callbacks: [{class_path: EarlyStoping}]}",
+    "seed_everything: abc",
+    "seed_everything: -1",
+    "model: {class_path: numerals.model.Nope}",
+    "model: {class_path: nowhere.Nope, init_args: {lr: 1}}",
+    "model: {lr: fast}",
+    "model: {lr: null}",
+    "model: {lr: -1}",
+    "model: {lrr: 1}",
+    "model: [1]",
+    "model: null",
+    "print_config: true",
+]
+NO_SETTINGS = ["- a", "hello", "1: 2", "trainer:", "trainer:\n\tdevices: 1", "max_epochs: 3"]
+NO_SETTINGS += ["optimizer: Adam", "data: {x: 1}\ndata: {y: 1}", "data: {a: {x: 1, 'x': 2}}"]
+
+
+@pytest.mark.parametrize("text", [*NOT_TAKEN, *NO_SETTINGS])
+def test_what_is_wrong_in_the_default_file_is_told_as_that_of_a_config_file_and_names_it(
+    default_yaml: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    Path("mine.yaml").write_text(text)
+    told = error_of(capsys, "--config", "mine.yaml")
+    default_yaml.write_text(text)
+    line = error_of(capsys)
+    name = str(Path("configs/default.yaml"))
+    expected = told.replace("--config mine.yaml", name)
+    if expected == told:
+        expected = told.replace("error: ", f"error: {name}: ")
+    assert line == expected
+    assert not Path("checkpoints").exists()
+
+
+def test_a_default_file_that_cannot_be_read_is_told_in_one_line(
+    default_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = str(Path("configs/default.yaml"))
+    default_yaml.mkdir()
+    assert error_of(capsys).startswith(f"error: {name} cannot be read: ")
+    default_yaml.rmdir()
+    default_yaml.write_bytes(b"trainer: \xff")
+    assert error_of(capsys).startswith(f"error: {name} cannot be read: ")
+    default_yaml.write_text("config: other.yaml")
+    told = f"error: {name}: config names another file. Write its settings here."
+    assert error_of(capsys) == told
+
+
+def test_an_error_about_what_is_typed_does_not_name_the_default_file(
+    default_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default_yaml.write_text("trainer: {max_epochs: 3}\nmodel: {lr: 0.1}")
+    told = "error: --max_epochs must be a whole number, got four."
+    assert error_of(capsys, "--max_epochs", "four") == told
+    told = "error: --model.lr must be a number, got fast."
+    assert error_of(capsys, "--model.lr", "fast") == told
+
+
+TAKEN = [
+    "model: {lr: 0.002}",
+    "model: {lr: 1e-3}",
+    "model: {init_args: {lr: 0.003}}",
+    "model.lr: 0.002",
+    "model.network.class_path: numerals.model.MLP",
+    "model: numerals.model.MNISTClassifier",
+    "data: {batch_size: 100, root: ~/x}",
+    "data: null",
+    "run_name: mine",
+    "trainer: {max_steps: 10}",
+    "trainer: {max_epochs: 3, callbacks: [{class_path: RichProgressBar}]}\r\nreport: false\r\n",
+    "\ufefftrainer: {max_epochs: 3}",
+    "model: {class_path: tests.other_tasks.LineWithLoaders}",
+]
+
+
+@pytest.mark.parametrize("text", TAKEN)
+def test_the_default_file_means_what_a_config_file_means(default_yaml: Path, text: str) -> None:
+    Path("mine.yaml").write_bytes(text.encode())
+    asked = configure(fit, "fit", ["--config", "mine.yaml"])
+    default_yaml.write_bytes(text.encode())
+    default = configure(fit, "fit", [])
+    assert default.resolved == asked.resolved
+    assert default.options.run_name == asked.options.run_name
+
+
+@pytest.mark.parametrize("text", ["", "# trainer:\n#   max_epochs: 3\n"])
+def test_a_default_file_that_sets_nothing_is_as_none(default_yaml: Path, text: str) -> None:
+    without = configure(fit, "fit", []).resolved
+    default_yaml.write_text(text)
+    assert configure(fit, "fit", []).resolved == without
+
+
+def test_what_is_typed_wins_over_the_default_file(default_yaml: Path) -> None:
+    default_yaml.write_text("trainer: {max_epochs: 3}\nmodel.lr: 0.1\nrun_name: mine")
+    Path("mine.yaml").write_text("model: {lr: 0.2}")
+    by_file = configure(fit, "fit", ["--config", "mine.yaml", "--run_name", "other"])
+    assert by_file.resolved["model"]["init_args"]["lr"] == 0.2
+    assert by_file.options.run_name == "other"
+    by_word = configure(fit, "fit", ["--model.lr", "0.3", "--max_steps", "9"])
+    assert by_word.resolved["model"]["init_args"]["lr"] == 0.3
+    # Only the typed limit counts.
+    assert by_word.resolved["trainer"]["max_epochs"] == -1
+    # The arguments are those of the default class.
+    classes = ["--model", "tests.other_tasks.SlowClassifier", "--data", "null"]
+    by_class = configure(fit, "fit", classes).resolved["model"]
+    assert by_class["init_args"]["lr"] == 0.0005
+
+
+def test_the_default_file_names_runs_and_a_resumed_run_keeps_its_own_settings(
+    default_yaml: Path,
+) -> None:
+    default_yaml.write_text("run_name: mine\nckpt_path: auto")
+    assert fit.main([*SMALL, "--max_epochs", "1", "--model.lr", "0.01"]) == 0
+    default_yaml.write_text("run_name: mine\nckpt_path: auto\nmodel: {lr: 0.5}")
+    config, run = read_configuration(fit, [])
+    run.release()
+    assert (run.name, run.changes) == ("mine", [])
+    assert config.resolved["model"]["init_args"]["lr"] == 0.01
+
+
+def test_the_help_shows_what_the_default_file_sets(
+    default_yaml: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    default_yaml.write_text("trainer: {max_epochs: 17}\nmodle: 1")
+    assert entry.exit_code(fit.main, ["--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "default: 17)" in shown
 
 
 @pytest.mark.nightly

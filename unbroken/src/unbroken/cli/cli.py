@@ -22,7 +22,7 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, Namespa
 from lightning.pytorch.loggers import Logger
 from unbroken import contract
 from unbroken.chosen import Chosen
-from unbroken.cli.defaults import default_settings
+from unbroken.cli.defaults import default_file, left_standing, of_the_launch, with_its_file
 from unbroken.cli.explain import explain, with_choices
 from unbroken.cli.nulls import refuse_nulls
 from unbroken.cli.options import (
@@ -32,12 +32,26 @@ from unbroken.cli.options import (
     TrainerFlags,
 )
 from unbroken.cli.parser import option_names
-from unbroken.cli.plain_values import mark_texts, put_into_mappings, use_for_parsing, without_mark
+from unbroken.cli.plain_values import (
+    dump_yaml,
+    mark_texts,
+    put_into_mappings,
+    use_for_parsing,
+    without_mark,
+)
 from unbroken.cli.precision import choose_precision
 from unbroken.cli.program import Program
 from unbroken.cli.shown_warnings import silence_unfounded_advice
 from unbroken.cli.trackers import check_packages, make_later, takes_run_folder, words_of
-from unbroken.cli.typed import CommandLine, leave_out_added, merged, refuse_class_that_is_not_there
+from unbroken.cli.typed import (
+    CLASS_PATH,
+    CommandLine,
+    leave_out_added,
+    merged,
+    named,
+    refuse_class_that_is_not_there,
+    sets_a_length,
+)
 from unbroken.errors import UserError, require
 from unbroken.lightning_internals import values_are_no_files
 from unbroken.run_folder import RUN_FOLDER
@@ -83,13 +97,14 @@ class OneLineParser(LightningArgumentParser):
 class CLI(LightningCLI):
     """LightningCLI without sub-commands. Any LightningModule and LightningDataModule may be named.
 
-    Later wins: defaults, ``base``, config files, typed flags. A class that is named has its own
-    defaults.
+    Later wins: default classes, ``configs/default.yaml``, ``base``, config files, typed flags. A
+    class that is named has its own defaults.
 
     Args:
         program: Whose command it is.
         command: The command's name, such as ``fit``.
         line: The command line.
+        below: The settings of the default file.
         base: The configuration of a run that is resumed, or of a checkpoint that is used.
         chosen: What a run that is resumed chose by itself.
         stranger: Who has written ``base``, if it is not the user.
@@ -100,6 +115,7 @@ class CLI(LightningCLI):
         program: Program,
         command: str,
         line: CommandLine,
+        below: dict[str, Any],
         base: dict[str, Any] | None = None,
         chosen: Chosen | None = None,
         stranger: Stranger | None = None,
@@ -107,13 +123,17 @@ class CLI(LightningCLI):
         self.program = program
         self.command = command
         self.line = line
+        classes = named(program.default_classes)
+        # What the command line leaves standing of the default file.
+        self.below = left_standing(below, line.given, classes)
         self.base = base
         self.chosen = chosen or Chosen()
         self.stranger = stranger
         # What the user is told of a choice that was made for him.
         self.notes: list[str] = []
         # Only the typed limit counts.
-        defaults = {"max_epochs": -1} if line.sets_a_length else {}
+        has_a_length = line.sets_a_length or sets_a_length(named(self.below))
+        defaults = {"max_epochs": -1} if has_a_length else {}
         silence_unfounded_advice()
         use_for_parsing()
         # No classes are given: any may be named, and no data module where the module has its
@@ -143,24 +163,16 @@ class CLI(LightningCLI):
             what = "Also write the metrics to FILE.json or FILE.csv."
             parser.add_argument("--output", type=str | None, help=what)
         if self.base is None:
-            self._set_defaults(parser)
+            self._set_default_classes(parser)
 
-    def _set_defaults(self, parser: LightningArgumentParser) -> None:
-        """Put what the program has by default below everything that is typed."""
-        settings = default_settings(self.program, self.line)
-        model = self.line.value("model.class_path")
-        if self.line.value("data.class_path") is None and _brings_its_loaders(model):
-            settings.pop("data", None)
-        if self.line.sets_a_length:
-            # Only the typed limit counts.
-            settings.get("trainer", {}).pop("max_epochs", None)
-        for name, value in settings.items():
-            is_section = isinstance(value, dict) and name not in ("model", "data")
-            values = flat({name: value}) if is_section else {name: value}
-            parser.set_defaults(values)
+    def _set_default_classes(self, parser: LightningArgumentParser) -> None:
+        """Let the program's classes be used where nothing else is named."""
+        classes = {part: {CLASS_PATH: path} for part, path in self.program.default_classes.items()}
+        above = {**named(self.below), **self.line.given}
+        parser.set_defaults(left_standing(classes, above))
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        words = self.line.words
+        words = [*self._words_below(), *self.line.words]
         if "-h" in words and self.command == "fit":
             _print_most_used(self.program)
             raise SystemExit(0)
@@ -168,7 +180,7 @@ class CLI(LightningCLI):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                given = merged(self.base or {}, self.line.settings)
+                given = merged(self.base or self.below, self.line.settings)
                 typed = mark_texts(put_into_mappings(words, given), self._text_options())
                 config = parser.parse_args(typed, self._parse_base(parser))
                 for name, value in config.items():
@@ -194,6 +206,12 @@ class CLI(LightningCLI):
         elif isinstance(seed, int):
             must = f"be between 0 and {2**32 - 1}"
             require(0 <= seed < 2**32, "--seed_everything", must, seed)
+
+    def _words_below(self) -> list[str]:
+        """The default file as the first ``--config`` of a command line: its text, without what the
+        line replaces.
+        """
+        return [f"--config={dump_yaml(self.below)}"] if self.below else []
 
     def _choose_precision(self) -> None:
         """Put what ``--precision auto`` stands for in its place, so that the record has it."""
@@ -240,6 +258,7 @@ class CLI(LightningCLI):
         words = self.line.words
         classes = self.program.default_classes
         if "--help" in words:
+            self._show_below(parser)
             print(parser.format_help())
             asked = list(classes)
         else:
@@ -250,6 +269,14 @@ class CLI(LightningCLI):
                 parser.parse_args([f"--{part}.help={used}"])
         if asked:
             raise SystemExit(0)
+
+    def _show_below(self, parser: LightningArgumentParser) -> None:
+        """Let the help show the default file's values. What is wrong in it is told by a run."""
+        for name, value in self.below.items():
+            is_section = isinstance(value, dict) and name not in ("model", "data")
+            values = flat({name: value}) if is_section else {name: value}
+            with suppress(Exception):  # the parser raises errors of many kinds
+                parser.set_defaults(values)
 
     def instantiate_classes(self) -> None:
         """Make module and data module, not the Trainer: it needs the run's folder, see
@@ -311,8 +338,15 @@ def configure(
     stranger: Stranger | None = None,
 ) -> Configuration:
     """What a command line means, or a UserError. For the arguments see :class:`CLI`."""
-    line = CommandLine(argv, program.networks)
-    cli = CLI(program, command, line, base, chosen, stranger)
+    below = {} if command == "test" and base is not None else default_file(program)
+    if base is not None:
+        below = of_the_launch(below)
+    line = CommandLine(argv, program.networks, below)
+    try:
+        cli = CLI(program, command, line, below, base, chosen, stranger)
+    except UserError as error:
+        told = with_its_file(str(error), program.defaults_name, line.given, line.below)
+        raise UserError(told) from None
     make = partial(
         cli.parser.instantiate, Namespace(model=cli.config.model), instantiate_groups=False
     )
@@ -378,16 +412,6 @@ def _differs_when_read_again(cli: CLI, resolved: dict[str, Any]) -> list[str]:
 
 def _are_equal(one: Any, other: Any) -> bool:
     return bool(one == other) or repr(one) == repr(other)  # nan is not equal to itself
-
-
-def _brings_its_loaders(model: str | None) -> bool:
-    """Whether a module's class has a ``train_dataloader`` of its own."""
-    kind = None
-    with suppress(Exception):  # there is no such model: the parser reports the reason
-        kind = resolve_name(str(model))
-    if not isinstance(kind, type) or not issubclass(kind, LightningModule):
-        return False
-    return kind.train_dataloader is not LightningModule.train_dataloader
 
 
 def _print_most_used(program: Program) -> None:

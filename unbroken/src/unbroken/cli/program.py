@@ -49,8 +49,15 @@ class Program:
 
     @property
     def defaults_file(self) -> Path:
-        """The settings below everything that is typed. The file may be missing."""
+        """The config file that is read before all others. It may be missing."""
         return self.code.parent / DEFAULTS
+
+    @property
+    def defaults_name(self) -> str:
+        """That file as a person names it who stands above it, else its whole path."""
+        file = self.defaults_file
+        here = Path.cwd()
+        return str(file.relative_to(here) if file.is_relative_to(here) else file)
 
     @cached_property
     def default_classes(self) -> dict[str, str]:

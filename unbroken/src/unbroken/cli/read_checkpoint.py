@@ -19,11 +19,11 @@ from torch.nn.parameter import is_lazy
 from unbroken import contract
 from unbroken.chosen import Chosen
 from unbroken.cli.cli import Configuration, configure, differences
-from unbroken.cli.defaults import CLASS_PATH
+from unbroken.cli.defaults import default_file
 from unbroken.cli.moved_names import section_of_now, with_names_of_now
 from unbroken.cli.program import Program
 from unbroken.cli.trainer_flags import reading_only
-from unbroken.cli.typed import CommandLine
+from unbroken.cli.typed import CLASS_PATH, CommandLine
 from unbroken.errors import UserError, printable
 from unbroken.mirror.mirror import Mirror
 from unbroken.run_folder import ROOT, RunFolder, choose, find_checkpoint
@@ -44,7 +44,7 @@ def read_configuration(program: Program, argv: list[str]) -> tuple[Configuration
     """Parse ``argv`` and find its run. A resumed run uses the checkpoint's configuration; what is
     typed wins.
     """
-    line = CommandLine(argv)
+    line = CommandLine(argv, below=default_file(program))
     run_name = line.value("run_name")
     ckpt_path = line.value("ckpt_path")
     root = Path(line.value("trainer.default_root_dir") or ROOT)

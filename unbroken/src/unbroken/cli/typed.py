@@ -5,6 +5,7 @@ names.
 import argparse
 import os
 import re
+from collections.abc import Mapping
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -19,12 +20,18 @@ from unbroken.errors import UserError, require
 from unbroken.mirror.store import is_address, without_password
 from unbroken.tables import flat, load_yaml
 
+CLASS_PATH = "class_path"
 # A section may be given as the name of its class alone.
-CLASSES = {name: f"{name}.class_path" for name in ("model", "data", "model.network")}
+CLASSES = {name: f"{name}.{CLASS_PATH}" for name in ("model", "data", "model.network")}
 
 
 class CommandLine:
     """What was typed, and the settings of ``--config`` files. A UserError for a bad file.
+
+    Args:
+        argv: What was typed.
+        networks: The module of the networks that may be named without it.
+        below: The settings of the default file, which count where nothing else is given.
 
     Attributes:
         words: The command line for the parser: config files first, so that what is typed wins;
@@ -32,12 +39,18 @@ class CommandLine:
         given: Option → value, of files and of what is typed; of several the last. Names are full,
             and without ``init_args``.
         settings: What config files give, as they hold it.
+        below: Option → value of the default file.
         added: List → classes that the line adds to it with ``+=``.
         asks_for_help: Whether ``--help`` or ``-h`` is typed.
         sets_a_length: Whether ``max_steps`` or ``max_time`` ends the training.
     """
 
-    def __init__(self, argv: list[str], networks: ModuleType | None = None) -> None:
+    def __init__(
+        self,
+        argv: list[str],
+        networks: ModuleType | None = None,
+        below: dict[str, Any] | None = None,
+    ) -> None:
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-c", "--config", action="append", default=[])
         try:
@@ -46,12 +59,13 @@ class CommandLine:
             raise UserError(explain(str(error), [])) from None
         typed = [_full_name(before, word, networks) for before, word in pairwise(["", *others])]
         self.given: dict[str, Any] = {}
+        self.below = named(below or {})
         self.added: dict[str, list[str]] = {}
         self.settings: dict[str, Any] = {}
         for file in found.config:
-            content = read_config(file)
+            content = read_config(file, f"--config {file}")
             self.settings = merged(self.settings, content)
-            self._take(with_homes(content))
+            self.given |= named(with_homes(content))
         files = [f"--config={file}" for file in found.config]
         self.words = [*files, *_words_with_home(self.settings), *typed]
         for word, following in pairwise([*typed, None]):
@@ -60,30 +74,41 @@ class CommandLine:
         for option, name in CLASSES.items():
             _refuse_file_for_class(f"--{option}", self.value(name))
         self.asks_for_help = "--help" in typed or "-h" in typed
-        limits = [self.value("trainer.max_steps"), self.value("trainer.max_time")]
-        self.sets_a_length = any(limit not in (None, "-1") for limit in limits)
+        self.sets_a_length = sets_a_length(self.given)
 
     def value(self, name: str) -> str | None:
         """An option's value as text: typed, else of the last file that has it; None if not given,
         or null.
         """
-        found = self.given.get(name)
-        if found is None or str(found) == "null":
-            return None
-        return str(found)
+        return _text({**self.below, **self.given}, name)
 
     def _take_word(self, word: str, following: str | None) -> None:
         name, equals, value = word.partition("=")
         if not name.startswith("--"):
             return
         given = value if equals else following
-        self._take({name[2:]: given})
+        self.given |= named({name[2:]: given})
         if name.endswith("+"):
             self.added.setdefault(name[2:-1], []).append(str(given))
 
-    def _take(self, settings: dict[str, Any]) -> None:
-        for name, value in flat(settings).items():
-            self.given[CLASSES.get(name, name)] = value
+
+def named(settings: dict[str, Any]) -> dict[str, Any]:
+    """Option → value of a config file's settings. A class has one name, however it is given."""
+    return {CLASSES.get(name, name): value for name, value in flat(settings).items()}
+
+
+def sets_a_length(given: Mapping[str, Any]) -> bool:
+    """Whether options set ``max_steps`` or ``max_time``, which end the training."""
+    limits = [_text(given, "trainer.max_steps"), _text(given, "trainer.max_time")]
+    return any(limit not in (None, "-1") for limit in limits)
+
+
+def _text(given: Mapping[str, Any], name: str) -> str | None:
+    """An option's value as text; None where it is not given, or null."""
+    found = given.get(name)
+    if found is None or str(found) == "null":
+        return None
+    return str(found)
 
 
 def _words_with_home(settings: dict[str, Any]) -> list[str]:
@@ -206,14 +231,26 @@ def _full_name(before: str, word: str, networks: ModuleType | None) -> str:
     return word
 
 
-def read_config(name: str) -> dict[str, Any]:
-    """The settings of a config file. A UserError for what is no such file, or belongs elsewhere."""
-    option = f"--config {name}"
+def read_text(name: str, option: str) -> str:
+    """The text of a config file, or a UserError."""
     try:
-        content = load_yaml(Path(name).read_text(encoding="utf-8"))
+        return Path(name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UserError(f"{option} cannot be read: {reason or error}.") from None
+
+
+def read_config(name: str, option: str) -> dict[str, Any]:
+    """The settings of a config file. A UserError for what is no such file, or belongs elsewhere.
+
+    Args:
+        name: The file.
+        option: What an error calls it, such as ``--config FILE``.
+    """
+    text = read_text(name, option)
+    try:
+        content = load_yaml(text)
+        repeated = _repeated_key(yaml.compose(text, yaml.SafeLoader))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -224,7 +261,11 @@ def read_config(name: str) -> dict[str, Any]:
         raise UserError(f"{option} is not valid YAML: {error}.") from None
     got = str(content)[:40]
     require(isinstance(content, dict), option, "hold sections (trainer:, model:, data:)", got)
+    if repeated is not None:
+        key, line = repeated
+        raise UserError(f"{option}, line {line}: {key} stands there twice. Write it once.")
     for key in content:
+        require(isinstance(key, str), f"{option}: a key", "be text", key)
         if key in FLAT:
             raise UserError(
                 f"{option}: write {key} under trainer:, as in `trainer: {{{key}: ...}}`."
@@ -238,3 +279,26 @@ def read_config(name: str) -> dict[str, Any]:
     must = "hold flags and values"
     require(isinstance(flags, dict), f"{option}: trainer", must, str(flags)[:40])
     return dict(content)
+
+
+def _repeated_key(root: yaml.Node | None) -> tuple[str, int] | None:
+    """A key that a mapping has twice, and the line of the second. YAML would drop the first."""
+    waiting = [] if root is None else [root]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        # An alias is the node that it names.
+        if id(node) in seen or not isinstance(node, yaml.CollectionNode):
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+            continue
+        keys = set()
+        for key, value in node.value:
+            name = str(key.value)
+            if name in keys:
+                return name, key.start_mark.line + 1
+            keys.add(name)
+            waiting.append(value)
+    return None
