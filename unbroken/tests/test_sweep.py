@@ -452,6 +452,27 @@ def test_the_first_trial_that_is_refused_ends_the_sweep(
             running.watch()
 
 
+@pytest.mark.parametrize(
+    ("log", "told"),
+    [
+        ("Traceback ...\nValueError: 3 is odd\n\n", " trial-000: ValueError: 3 is odd"),
+        ("error: no disk\nwandb: done\n", " trial-000: no disk"),
+        ("", ""),
+    ],
+)
+def test_a_sweep_of_which_every_trial_failed_says_why_the_first_did(
+    tmp_path: Path, log: str, told: str
+) -> None:
+    study = optuna.create_study()
+    for number in range(2):
+        study.tell(study.ask(), state=optuna.trial.TrialState.FAIL)
+        (tmp_path / f"{trials.TRIAL.format(number)}.log").write_text(log)
+    space = Space({})
+    with pytest.raises(UserError) as error:
+        sweep.say_what_is_best("numerals", study, tmp_path, space, [])
+    assert str(error.value) == f"no trial finished; see {tmp_path}/*.log." + told
+
+
 def test_a_metric_that_is_not_logged_ends_the_sweep_with_those_that_are(
     trial: RunningTrial,
 ) -> None:
@@ -818,6 +839,7 @@ def test_a_sweep_killed_as_it_begins_leaves_no_half_written_record(
     [
         ({"values": [1, 2]}, CategoricalDistribution([1, 2])),
         ({"value": "a"}, CategoricalDistribution(["a"])),
+        ([0.1, 0.2], CategoricalDistribution([0.1, 0.2])),
         (
             {"values": [datetime.date(2020, 1, 1), "a"]},
             CategoricalDistribution(["2020-01-01", "a"]),

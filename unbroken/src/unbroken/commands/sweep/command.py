@@ -40,7 +40,7 @@ except ModuleNotFoundError:
 from unbroken.commands.sweep.results import draw, result_rows
 from unbroken.commands.sweep.space import Space, as_typed, read_space
 from unbroken.commands.sweep.study import number_of_trials, open_study
-from unbroken.commands.sweep.trials import TRIAL, run_trials
+from unbroken.commands.sweep.trials import TRIAL, reason_in, run_trials
 
 SPACE = Path("configs", "sweep.yaml")
 # Flags of fit that a sweep sets for every trial, and what to use for the whole sweep.
@@ -297,6 +297,16 @@ def without_limits(fit_arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     return kept, left_out
 
 
+def first_failure(study: optuna.Study, folder: Path) -> str:
+    """Why the first trial that failed did so; nothing where none says why."""
+    for trial in study.trials:
+        name = TRIAL.format(trial.number)
+        reason = reason_in(folder / f"{name}.log") if trial.state.name == "FAIL" else ""
+        if reason:
+            return f" {name}: {reason}"
+    return ""
+
+
 def say_what_is_best(
     package: str, study: optuna.Study, folder: Path, space: Space, fit_arguments: Sequence[str]
 ) -> None:
@@ -306,7 +316,7 @@ def say_what_is_best(
     What is trained follows the metric by which it has won, and is as long as a run without a limit.
     """
     if not any(trial.state.name == "COMPLETE" for trial in study.trials):
-        raise UserError(f"no trial finished; see {folder}/*.log.")
+        raise UserError(f"no trial finished; see {folder}/*.log.{first_failure(study, folder)}")
     best = study.best_trial
     flags: list[str] = []
     for name, value in space.values_in(best.params).items():

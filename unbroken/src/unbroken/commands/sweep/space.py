@@ -232,7 +232,9 @@ def check_grid(space: Space) -> None:
 
 def distribution(name: Any, entry: Any) -> BaseDistribution:
     """The distribution of a parameter; a UserError for an entry that is not in W&B's format."""
-    if not isinstance(entry, dict):
+    if isinstance(entry, list):
+        entry = {"values": entry}
+    elif not isinstance(entry, dict):
         entry = {"value": entry}
     for key in entry:
         if key not in ENTRY_KEYS:

@@ -208,13 +208,7 @@ class RunningTrial:
 
     def refusal(self) -> str:
         """The line with which ``fit`` refused its arguments."""
-        lines: list[str] = []
-        with contextlib.suppress(*UNREADABLE):
-            lines = read_end(self.log_path).decode(errors="replace").splitlines()
-        errors = [line for line in lines if line.startswith("error: ")]
-        if not errors:
-            return f"see {self.log_path}"
-        return printable(errors[-1].removeprefix("error: ")[:LONGEST])
+        return reason_in(self.log_path) or f"see {self.log_path}"
 
     def check_metric(self, rows: list[dict[str, float]]) -> None:
         """A UserError where the run logged no such metric."""
@@ -308,3 +302,16 @@ def environment_of(slot: int, jobs: int, folder: Path) -> dict[str, str]:
             names = [name.strip() for name in given.split(",")][:gpus]
         environment["CUDA_VISIBLE_DEVICES"] = names[slot % len(names)]
     return environment
+
+
+def reason_in(log: Path) -> str:
+    """Why a trial failed: its error of one line, else the last line of what it printed; nothing
+    where it printed nothing.
+    """
+    lines: list[str] = []
+    with contextlib.suppress(*UNREADABLE):
+        lines = read_end(log).decode(errors="replace").splitlines()
+    printed = [line for line in lines if line.strip()]
+    errors = [line for line in printed if line.startswith("error: ")]
+    told = [*printed[-1:], *errors[-1:]]
+    return printable(told[-1].removeprefix("error: ")[:LONGEST]) if told else ""
