@@ -16,6 +16,7 @@ import pytest
 import torch
 import yaml
 from jsonargparse import get_loader
+from lightning.pytorch import LightningModule
 from numerals.fit import job as fit
 from unbroken.cli import program
 from unbroken.cli import start as entry
@@ -24,10 +25,12 @@ from unbroken.cli.explain import explain
 from unbroken.cli.read_checkpoint import load, read_configuration
 from unbroken.cli.refusals import refusals_as_errors
 from unbroken.commands import test as test_command
+from unbroken.errors import nearest
 from unbroken.run import main_job
 from unbroken.tables import load_yaml
 
 from tests.commands import SMALL, checkpoint, finished_run, summary
+from tests.other_tasks import Line
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> str:  # type: ignore[no-untyped-def]
@@ -91,6 +94,29 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str, main=fit.main) -> s
             ["--model", "foo.Bar"],
             ["--model must be an import path", "got foo.Bar: No module named 'foo'."],
         ),
+        (
+            ["--model", "numerals.model.MNISTClasifier"],
+            ["has no attribute", "Did you mean numerals.model.MNISTClassifier?"],
+        ),
+        (
+            ["--model", "numerals.model.MNISTClasifier", "--model.lr", "1"],
+            ["has no attribute", "Did you mean numerals.model.MNISTClassifier?"],
+        ),
+        (
+            ["--model.network", "numerals.model.ConvNt"],
+            ["--model.network must be an import path", "Did you mean numerals.model.ConvNet?"],
+        ),
+        (
+            ["--data", "torch.nn.Linear"],
+            ["--data must be a subclass of LightningDataModule, got torch.nn.Linear.", "derive"],
+        ),
+        (
+            ["--model.network", "torch.optim.Adam"],
+            ["--model.network must be a subclass of Module, got torch.optim.Adam.", "derive"],
+        ),
+        (["--fast_dev_run"], ["--fast_dev_run needs a value, as in --fast_dev_run true."]),
+        (["--report", "--max_epochs", "1"], ["--report needs a value, as in --report true."]),
+        (["--max_epochs"], ["--max_epochs needs a value."]),
         (["--config", "nowhere.yaml"], ["--config nowhere.yaml"]),
         (["--ckpt_path", "nowhere.ckpt"], ["--ckpt_path", "nowhere.ckpt"]),
         (["--ckpt_path", "last"], ["--ckpt_path last", "no run"]),
@@ -336,6 +362,42 @@ def test_a_missing_gpu_is_told_in_one_line(
         line = error_of(capsys, "--accelerator", word, "--devices", "2")
         told = f"error: --accelerator {word}: PyTorch finds no such device here. Leave the flag"
         assert line.startswith(told)
+
+
+class WithoutStep(Line):
+    """Has no training step."""
+
+    training_step = LightningModule.training_step
+
+
+class WithoutOptimizer(Line):
+    """Has no optimizer."""
+
+    configure_optimizers = LightningModule.configure_optimizers
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("tests.test_errors.WithoutStep", "No `training_step()` method defined."),
+        ("tests.test_errors.WithoutOptimizer", "No `configure_optimizers()` method defined."),
+        ("tests.other_tasks.Line", "`train_dataloader` must be implemented"),
+    ],
+)
+def test_what_a_class_lacks_is_no_fault_of_a_flag(
+    workplace: Path, capsys: pytest.CaptureFixture[str], name: str, method: str
+) -> None:
+    line = error_of(capsys, "--model", name, "--data", "null", "--logger", "false")
+    told = f"error: the class of --model, or that of --data, lacks a method: {method}"
+    assert line.startswith(told)
+    assert not Path("checkpoints").exists()
+
+
+def test_a_name_that_goes_on_is_suggested_before_one_that_looks_alike() -> None:
+    logged = ["train_loss", "val_loss/dataloader_idx_0", "val_loss/dataloader_idx_1"]
+    assert nearest("val_loss", logged) == " Did you mean val_loss/dataloader_idx_0?"
+    assert nearest("vall_loss", ["train_loss", "val_loss"]) == " Did you mean val_loss?"
+    assert nearest("", logged) == ""
 
 
 def test_a_missing_model_is_told_with_the_ways_to_name_one() -> None:

@@ -554,6 +554,20 @@ def keeps_best(checkpoint: dict[str, Any], folder: Path) -> None:
     train(regression(), enable_checkpointing=True, callbacks=[keeps])
 
 
+def trains_without_a_step(checkpoint: dict[str, Any], folder: Path) -> None:
+    from lightning.pytorch import LightningModule, Trainer
+
+    Trainer(**PLAIN).fit(LightningModule())
+
+
+def trains_without_a_loader(checkpoint: dict[str, Any], folder: Path) -> None:
+    from lightning.pytorch import Trainer
+
+    from tests.plain_module import Regression
+
+    Trainer(**PLAIN).fit(Regression())
+
+
 def predicts(checkpoint: dict[str, Any], folder: Path) -> None:
     """With a loader whose arguments have no names."""
     from lightning.pytorch import Trainer
@@ -688,6 +702,8 @@ BROUGHT_BY: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "which is not available": follows,
     "could not find the monitored key": keeps_best,
     "restored a checkpoint with current_epoch": resumes_behind_its_end,
+    "method defined": trains_without_a_step,
+    "must be implemented": trains_without_a_loader,
     "more than one `__init__` argument can be passed": predicts,
     "`isinstance.treespec, LeafSpec.` is deprecated": resumes,
     "This DataLoader will create": starts_many_workers,
@@ -804,7 +820,7 @@ TYPED: dict[str, list[list[str] | Callable[[], None]]] = {
     r"a\ class\ path": [REFUSES],
     r"a\ dict\ with": [REFUSES],
     r"Problem with given class_path '([\w.]+)': (.+)": [REFUSES_NESTED],
-    r"- --([\w.]+) (must be .+?, got .+?)\.(?= - |$)": [WRONG_TYPE],
+    r"- --([\w.]+) (must be .+?, got .+?[.?])(?= - |$)": [WRONG_TYPE],
     r"the following arguments are required: (\w+)": [LACKS],
     r"([\w.]+)\": Unable to load config '(.+?)'": [WRONG_FILE],
     r"Expected a typing\.Literal\[([^\]]*)\]": [WRONG_CHOICE],
@@ -814,6 +830,7 @@ TYPED: dict[str, list[list[str] | Callable[[], None]]] = {
     r"Errors: - (.+?)(?= - Expected| Given value|$)": [WRONG_CHOICE],
     "dot import path": [NO_CLASS],
     "correspond to a subclass": [OTHER_CLASS],
+    r"Import path(?: ([\w.]+))? does not correspond to a subclass of (\w+)": [OTHER_CLASS],
     "No module named": [NO_MODULE],
     "has no attribute": [NO_NAME],
 }

@@ -52,8 +52,12 @@ def require(fits: object, option: str, must: str, got: object, hint: str = "") -
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """``" Did you mean X?"`` for the known name closest to ``name``; ``""`` where none is close."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    """``" Did you mean X?"`` for the shortest known name that begins with ``name``, else for the
+    closest one; ``""`` where none is close.
+    """
+    names = list(known)
+    longer = sorted((each for each in names if name and each.startswith(name)), key=len)
+    matches = longer or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     return f" Did you mean {matches[0]}?" if matches else ""
 
 

@@ -29,6 +29,7 @@ from unbroken.cli.options import (
     FLAT,
     OF_THE_LAUNCH,
     OPTIONS,
+    SWITCHES,
     TrainerFlags,
 )
 from unbroken.cli.parser import option_names
@@ -79,7 +80,7 @@ class OneLineParser(LightningArgumentParser):
         of_trainer = [f"--trainer.{name[2:]}" for name in shown if name[2:] in FLAT]
         elsewhere = yaml.safe_load(NAMES_ELSEWHERE.read_text(encoding="utf-8"))
         as_typed = re.sub(r'(--|")trainer\.', r"\1", message)
-        raise UserError(explain(as_typed, [*shown, *of_trainer], elsewhere))
+        raise UserError(explain(as_typed, [*shown, *of_trainer], elsewhere, SWITCHES))
 
     def add_class_arguments(self, class_type: type, *args: Any, **kwargs: Any) -> list[str]:
         added = super().add_class_arguments(class_type, *args, **kwargs)

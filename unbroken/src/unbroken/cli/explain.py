@@ -5,8 +5,9 @@ subtypes"). Each function here knows one of their sentences, and returns None fo
 """
 
 import re
+import sys
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from unbroken.cli.tracker_words import told_as_words
@@ -27,13 +28,19 @@ KINDS = {
 }
 
 
-def explain(message: str, options: Sequence[str], elsewhere: Mapping[str, str] = {}) -> str:
+def explain(
+    message: str,
+    options: Sequence[str],
+    elsewhere: Mapping[str, str] = {},
+    switches: Collection[str] = (),
+) -> str:
     """A parser's error as one line.
 
     Args:
         message: What argparse or jsonargparse says.
         options: The options that there are. The nearest to a wrong one is suggested.
         elsewhere: What other tools call an option → its name here.
+        switches: The options, without ``--``, that are true or false.
     """
     message = " ".join(message.split())
     keys = re.findall(r'[Pp]arser key "([\w.]+)"', message)
@@ -43,7 +50,7 @@ def explain(message: str, options: Sequence[str], elsewhere: Mapping[str, str] =
         or _unknown_in_group(message, options, elsewhere)
         or _unrecognized(message, options, elsewhere)
         or _required_class(message)
-        or _missing_value(message)
+        or _missing_value(message, switches)
     )
     if told is not None:
         return told
@@ -57,6 +64,7 @@ def explain(message: str, options: Sequence[str], elsewhere: Mapping[str, str] =
         or told_as_words(option, message, _given)
         or _no_class(message, option)
         or _no_class_there(message, option)
+        or _other_class(message, option)
         or _of_another_kind(message, option)
         or f"{option}: {_innermost_reason(message)}"
     )
@@ -123,9 +131,14 @@ def _required_class(message: str) -> str | None:
     return f"{ways}, is needed."
 
 
-def _missing_value(message: str) -> str | None:
+def _missing_value(message: str, switches: Collection[str]) -> str | None:
     found = re.search(r"argument (?:\S+/)?(\S+): expected one argument", message)
-    return found and f"{found[1]} needs a value."
+    if found is None:
+        return None
+    option = found[1]
+    if option.removeprefix("--") in switches:
+        return f"{option} needs a value, as in {option} true."
+    return f"{option} needs a value."
 
 
 # What a class says of its arguments
@@ -163,8 +176,8 @@ def _refused_by_constructor(message: str) -> str | None:
 
 def _of_a_class(message: str, option: str) -> str | None:
     """The arguments of a class: a nested parser has explained a value, or one is missing."""
-    if found := re.search(r"- --([\w.]+) (must be .+?, got .+?)\.(?= - |$)", message):
-        return f"{option}.{found[1]} {found[2]}."
+    if found := re.search(r"- --([\w.]+) (must be .+?, got .+?[.?])(?= - |$)", message):
+        return f"{option}.{found[1]} {found[2]}"
     if found := re.search(r"the following arguments are required: (\w+)", message):
         return f"{option} needs {option}.{found[1]}."
     return None
@@ -205,7 +218,33 @@ def _no_class_there(message: str, option: str) -> str | None:
     found = re.search(pattern + r" '\w+'|cannot import name '\w+'[^-]*)", message)
     if found is None:
         return None
-    return f"{option} must be an import path (package.module.Class), got {found[1]}: {found[2]}."
+    told = f"{option} must be an import path (package.module.Class), got {found[1]}: {found[2]}."
+    return told + nearest_class(found[1])
+
+
+def nearest_class(path: str) -> str:
+    """``" Did you mean package.module.Class?"`` for the class of the same module whose name is the
+    closest; ``""`` where none is close, or the module is not imported.
+    """
+    module, _, name = path.rpartition(".")
+    there = vars(sys.modules[module]) if module in sys.modules else {}
+    meant = nearest(name, [each for each, value in there.items() if isinstance(value, type)])
+    return meant.replace("mean ", f"mean {module}.")
+
+
+def _other_class(message: str, option: str) -> str | None:
+    """An import path that leads to a class of another kind."""
+    pattern = r"Import path(?: ([\w.]+))? does not correspond to a subclass of (\w+)"
+    found = re.search(pattern, message)
+    if found is None:
+        return None
+    return of_another_class(option, found[2], found[1] or _given(message))
+
+
+def of_another_class(option: str, kind: str, given: str) -> str:
+    """An error about a class that is none of the kind that an option takes."""
+    fix = f"Name such a class, or derive yours from {kind}."
+    return f"{option} must be a subclass of {kind}, got {given}. {fix}"
 
 
 def names_of_callbacks() -> list[str]:

@@ -4,7 +4,7 @@ typed.
 
 import inspect
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
@@ -134,4 +134,22 @@ OPTIONS: tuple[Option, ...] = (
         False,
         "Take a checkpoint that you did not write as your own: it may name any class.",
     ),
+)
+
+
+def _is_switch(kind: Any) -> bool:
+    """Whether a type is true or false, or besides a number or a word."""
+    kinds = get_args(kind) or (kind,)
+    others = {each for each in kinds if get_origin(each) is not Literal}
+    return bool in others and others <= {bool, int, type(None)}
+
+
+# The options that are true or false
+SWITCHES = frozenset(
+    [option.name for option in OPTIONS if _is_switch(option.kind)]
+    + [
+        name
+        for name, flag in inspect.signature(Trainer).parameters.items()
+        if _is_switch(flag.annotation)
+    ]
 )

@@ -113,6 +113,14 @@ TABLE = (
         kinds=REFUSED,
         text="restored a checkpoint with current_epoch",
     ),
+    # No flag is wrong where the user's class lacks what every training needs.
+    Refusal(
+        "the class of --model, or that of --data, lacks a method: {text}",
+        phase=Phase.BEFORE_A_STEP,
+        raised_in=LIGHTNING,
+        kinds=(MisconfigurationException,),
+        text="method defined|must be implemented",
+    ),
     # A class that only holds others, such as ModuleList, or that others are made from
     Refusal(
         "such a class cannot be used by itself: {text}.",

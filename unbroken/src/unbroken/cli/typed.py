@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Any
 
 import yaml
-from unbroken.cli.explain import explain
+from lightning.pytorch import LightningDataModule, LightningModule
+from unbroken.cli.explain import explain, nearest_class, of_another_class
 from unbroken.cli.options import FLAT
 from unbroken.cli.words import with_home
 from unbroken.errors import UserError, require
@@ -150,7 +151,7 @@ def _refuse_file_for_class(option: str, value: str | None) -> None:
 
 def refuse_class_that_is_not_there(message: str, line: CommandLine) -> None:
     """A UserError where an option is not known because its class is given by a path that leads to
-    nothing.
+    nothing, or to a class of another kind.
     """
     unknown = re.match(r"unknown option --(model|data)\.", message)
     given = line.value(f"{unknown[1]}.class_path") if unknown else None
@@ -158,11 +159,14 @@ def refuse_class_that_is_not_there(message: str, line: CommandLine) -> None:
     if unknown is None or not dot or os.path.isfile(str(given)):
         return
     try:
-        getattr(import_module(module), name)
+        found = getattr(import_module(module), name)
     # A module of the user's raises whatever it meets.
     except Exception as error:
         must = "be an import path (package.module.Class)"
-        require(False, f"--{unknown[1]}", must, f"{given}: {error}")
+        require(False, f"--{unknown[1]}", must, f"{given}: {error}", nearest_class(str(given)))
+    kind = LightningModule if unknown[1] == "model" else LightningDataModule
+    if isinstance(found, type) and not issubclass(found, kind):
+        raise UserError(of_another_class(f"--{unknown[1]}", kind.__name__, str(given)))
 
 
 def merged(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
