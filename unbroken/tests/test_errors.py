@@ -513,6 +513,16 @@ def test_an_error_about_what_is_typed_does_not_name_the_default_file(
     assert error_of(capsys, "--model.lr", "fast") == told
 
 
+@pytest.mark.parametrize("option", ["network", "init_args.network", "init_args.network.class_path"])
+def test_a_short_name_is_the_programs_own_network_however_the_option_is_written(
+    option: str,
+) -> None:
+    """Another package has a class of that name, too."""
+    found = configure(fit, "fit", [f"--model.{option}", "MLP"])
+    network = found.resolved["model"]["init_args"]["network"]
+    assert network["class_path"] == "numerals.model.MLP"
+
+
 TAKEN = [
     "model: {lr: 0.002}",
     "model: {lr: 1e-3}",

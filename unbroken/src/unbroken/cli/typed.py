@@ -227,7 +227,9 @@ def _full_name(before: str, word: str, networks: ModuleType | None) -> str:
     if flag and flag[1] in FLAT:
         return f"--trainer.{word[2:]}"
     option, _, name = word.rpartition("=")
-    names_network = {before, option} & {"--model.network", "--model.network.help"}
+    # The class of the network has these names, and with init_args others.
+    names = {each.replace(".init_args", "") for each in (before, option)}
+    names_network = names & {f"--model.network{end}" for end in ("", ".help", f".{CLASS_PATH}")}
     if names_network and name.isidentifier() and isinstance(getattr(networks, name, None), type):
         # torchvision, too, has a class MLP.
         assert networks is not None
