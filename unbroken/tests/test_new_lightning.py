@@ -561,11 +561,14 @@ def trains_without_a_step(checkpoint: dict[str, Any], folder: Path) -> None:
 
 
 def trains_without_a_loader(checkpoint: dict[str, Any], folder: Path) -> None:
-    from lightning.pytorch import Trainer
+    from lightning.pytorch import LightningModule, Trainer
 
     from tests.plain_module import Regression
 
-    Trainer(**PLAIN).fit(Regression())
+    class WithoutLoader(Regression):
+        train_dataloader = LightningModule.train_dataloader
+
+    Trainer(**PLAIN).fit(WithoutLoader())
 
 
 def predicts(checkpoint: dict[str, Any], folder: Path) -> None:
