@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from lightning.pytorch import Trainer
 from PIL import Image
 from torch.nn.functional import cross_entropy
@@ -189,3 +190,14 @@ def test_predict_labels_digits_in_files(workplace: Path, capsys: pytest.CaptureF
     right = [row["digit"] == str(int(label)) for row, label in zip(rows, labels, strict=False)]
     assert len(right) == 20
     assert sum(right) >= 16
+
+
+def test_a_run_without_a_word_trains_what_the_default_file_names() -> None:
+    path = Path(__file__).parents[1] / "configs" / "default.yaml"
+    default = yaml.safe_load(path.read_text())
+    few = ["--data.source", "sample", "--limit_train_batches", "1", "--max_epochs", "1"]
+    quiet = ["--report", "false", "--monitors", "none", "--accelerator", "cpu"]
+    assert job.main([*few, *quiet, "--run_name", "mine"]) == 0
+    resolved = yaml.safe_load(Path("checkpoints/mine/config.yaml").read_text())
+    for section in ("model", "data"):
+        assert resolved[section]["class_path"] == default[section]["class_path"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,19 @@ from unbroken.data import IdxSet
 from unbroken.errors import UserError
 
 from project.data import MNISTDataModule
-from tests.small_sets import write_set
+
+
+def write_set(folder: Path, train: int = 24, test: int = 10) -> None:
+    """Four files in MNIST's format, plain and ``.gz``: the i-th image is of the grey value i."""
+    folder.mkdir(parents=True)
+    for part, count in (("train", train), ("t10k", test)):
+        numbers = np.arange(count, dtype=np.uint8)
+        images = np.broadcast_to(numbers[:, None, None], (count, 28, 28))
+        header = np.array([2051, count, 28, 28], ">u4").tobytes()
+        (folder / f"{part}-images-idx3-ubyte").write_bytes(header + images.tobytes())
+        header = np.array([2049, count], ">u4").tobytes()
+        labels = gzip.compress(header + (numbers % 10).tobytes())
+        (folder / f"{part}-labels-idx1-ubyte.gz").write_bytes(labels)
 
 
 class SmallSet(MNISTDataModule):

@@ -20,34 +20,17 @@ from unbroken.commands.rename.clone import Clone
 from unbroken.commands.rename.command import rename
 from unbroken.storage.checkpoint_files import read
 
-ROOT = Path(__file__).parents[3]
+from tests.repository.clones import ROOT, commit, fresh_clone, git
+
 NAME = "digits"
 FORMS = ["wheel", "source"]
 FEW = ["--data.source", "sample", "--data.train_samples", "640", "--logger", "false"]
 FEW += ["--max_epochs", "2", "--checkpoint_every", "2", "--report", "false"]
 
 
-def git(folder: Path, *arguments: str) -> str:
-    who = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
-    command = ["git", *who, *arguments]
-    return subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True).stdout
-
-
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A fresh clone: what is committed here, and what is changed in files that git knows."""
-    if subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True).returncode:
-        pytest.skip("not a git clone")
-    state = git(ROOT, "stash", "create").strip() or git(ROOT, "rev-parse", "HEAD").strip()
-    folder = tmp_path / "clone"
-    git(tmp_path, "clone", "--quiet", "--shared", "--no-checkout", str(ROOT), str(folder))
-    git(folder, "checkout", "--quiet", state)
-    return folder
-
-
-def commit(clone: Path) -> None:
-    git(clone, "add", "--all")
-    git(clone, "commit", "--quiet", "--message", "Changed")
+    return fresh_clone(tmp_path)
 
 
 def texts(clone: Path) -> dict[str, str]:

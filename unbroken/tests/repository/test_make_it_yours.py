@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,16 +16,19 @@ import torch
 import wandb
 from numerals.fit import job as fit
 from unbroken.cli import start as entry
+from unbroken.commands.rename.clone import Clone
+from unbroken.commands.rename.command import rename
 
 from tests.commands import checkpoint, complete, rows, summary
 from tests.promises import ROOT
 from tests.reported import of_type, wandb_folders, wandb_records
+from tests.repository.clones import fresh_clone, git
 
 PAGE = (ROOT / "docs" / "make_it_yours.md").read_text(encoding="utf-8")
 
 
-def block(language: str, containing: str) -> str:
-    blocks = re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.MULTILINE | re.DOTALL)
+def block(language: str, containing: str, page: str = PAGE) -> str:
+    blocks = re.findall(rf"^```{language}\n(.*?)^```", page, flags=re.MULTILINE | re.DOTALL)
     (found,) = [text for text in blocks if containing in text]
     return found
 
@@ -67,6 +71,67 @@ def test_the_page_for_newcomers_works_as_written(tmp_path: Path) -> None:
     ]
     resumed = complete([*words[:3], *again], cwd=tmp_path)
     assert resumed.returncode == 0, resumed.stderr
+
+
+DATA = '''"""My data."""
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Points(LightningDataModule):
+    def train_dataloader(self):
+        x = torch.linspace(-1, 1, 1000).view(-1, 1)
+        return DataLoader(TensorDataset(x, 3 * x), batch_size=50, shuffle=True)
+'''
+# What stands in fit.py → what a person writes in its place
+OWN_MODEL = {
+    "from acme.model import MNISTClassifier": "from acme.model import Line",
+    "model=MNISTClassifier": "model=Line",
+}
+OWN_DATA = OWN_MODEL | {
+    "from acme.data import MNISTDataModule": "from acme.data import Points",
+    "data=MNISTDataModule": "data=Points",
+}
+OWN_LOADER = OWN_MODEL | {
+    "from acme.data import MNISTDataModule\n": "",
+    "data=MNISTDataModule": "data=None",
+}
+
+
+@pytest.mark.daily(1)
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(sys.platform == "win32", reason="the command is of a shell")
+@pytest.mark.parametrize(
+    ("form", "edits"),
+    [("wheel", OWN_DATA), ("source", OWN_LOADER)],
+    ids=["data_module", "own_loader"],
+)
+def test_classes_of_ones_own_in_the_place_of_ours_pass_the_tests_of_the_clone(
+    form: str, edits: dict[str, str], tmp_path: Path
+) -> None:
+    clone = fresh_clone(tmp_path)
+    assert rename(Clone(clone, "project"), ["acme", "--library", form]) == 0
+    page = (clone / "docs" / "make_it_yours.md").read_text()
+    subprocess.run(["bash", "-ec", block("bash", "rm -r", page)], cwd=clone, check=True)
+    (clone / "acme" / "model.py").write_text(block("python", "# task.py", page))
+    if edits is OWN_DATA:
+        (clone / "acme" / "data.py").write_text(DATA)
+    fit_file = clone / "acme" / "fit.py"
+    text = fit_file.read_text()
+    for before, after in edits.items():
+        assert before in text
+        text = text.replace(before, after)
+    fit_file.write_text(text)
+    (clone / "configs" / "default.yaml").write_text("trainer: {max_epochs: 2}\n")
+
+    ended = complete([sys.executable, "-m", "pytest", "-n", "0", "-v"], cwd=clone)
+    assert ended.returncode == 0, ended.stdout
+    for name in ("trains[default]", "trains[debug]", "ends_as_one_that_was_never_killed"):
+        assert re.search(rf"{re.escape(name)} PASSED", ended.stdout)
+    named = git(clone, *shlex.split(block("bash", "git grep", page))[1:]).splitlines()
+    assert [name for name in named if name.startswith(("configs/", "tests/"))] == []
 
 
 # A config file each. Two small tasks: a regression that knows nothing of this project, and the
