@@ -201,11 +201,12 @@ def git(code: Path, *words: str) -> str | None:
 
     A repository above it that does not know it, such as one of dotfiles in a home, is none of its.
     """
-    known = _run_git(code, "ls-files", "--error-unmatch", ".")
-    return None if known is None else _run_git(code, *words)
+    known = run_git(code, "ls-files", "--error-unmatch", ".")
+    return None if known is None else run_git(code, *words)
 
 
-def _run_git(folder: Path, *words: str) -> str | None:
+def run_git(folder: Path, *words: str) -> str | None:
+    """What a git command prints in a folder; None where it fails."""
     command = ["git", "-C", str(folder), *words]
     with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(

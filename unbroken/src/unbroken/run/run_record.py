@@ -11,8 +11,9 @@ from unbroken import contract
 from unbroken.cli.plain_values import dump_yaml
 from unbroken.errors import printable
 from unbroken.parts.metrics import logged_since
-from unbroken.results.facts import command_line, git, versions
+from unbroken.results.facts import command_line, versions
 from unbroken.results.run_result import RunResult
+from unbroken.run.uncommitted import UNCOMMITTED, write_uncommitted
 from unbroken.run_folder import RUN_ID, point_latest_at
 from unbroken.stopping.ranks import say
 from unbroken.storage.contents import RUN_KEY, record_in
@@ -22,8 +23,6 @@ from unbroken.tables import flat
 # What an earlier run of this name may have left that saved nothing, or this run at a shorter end
 SUMMARY = "summary.json"
 OF_AN_END = (SUMMARY, "report.html", "digests.csv")
-# How the code differed from its commit
-UNCOMMITTED = "uncommitted.diff"
 
 
 class RunRecord(Callback):
@@ -203,8 +202,4 @@ def write_config(
     """
     comments = "".join(f"# {line}\n" for line in [command_line(), *resumed_with])
     write_atomically(f"{comments}{dump_yaml(config)}", folder / "config.yaml")
-    uncommitted = git(code, "status", "--porcelain")
-    if uncommitted:
-        # The first lines name the files that git does not know. `patch` skips them.
-        difference = git(code, "diff", "--no-ext-diff", "--no-color", "HEAD") or ""
-        write_atomically(f"{uncommitted}\n{difference}", folder / UNCOMMITTED)
+    write_uncommitted(folder, code)
