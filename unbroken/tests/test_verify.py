@@ -21,9 +21,12 @@ from unbroken.tensors.bits import tensors_and_plain
 from unbroken.testing import NotRestoredWarning, assert_resumes_exactly
 from unbroken.verifying.digests import of_plain, of_tensor
 from unbroken.verifying.held_values import HeldValues
-from unbroken.verifying.kills import ACCUMULATED, EDGE, INSIDE, VALIDATION, choose
+from unbroken.verifying.kills import ACCUMULATED, EDGE, INSIDE, VALIDATION, Kill, choose
 from unbroken.verifying.operations import Operation, Operations, first_difference
-from unbroken.verifying.trial import Start
+from unbroken.verifying.processes import Ended
+from unbroken.verifying.recordings import Recording, Row
+from unbroken.verifying.trial import Start, Trial, Tried
+from unbroken.verifying.verdict import judge
 
 from tests.commands import TINY, complete, run
 from tests.pasted import blocks_of
@@ -167,6 +170,21 @@ def test_kills_are_of_every_kind_and_in_the_order_of_the_run() -> None:
     assert places == sorted(places)
     assert chosen == choose(rows, 4, seed=1)
     assert any(choose(rows, 4, seed) != chosen for seed in range(5))
+
+
+def test_the_sentence_and_the_file_name_the_same_starts(tmp_path: Path) -> None:
+    rows: dict[Any, Row] = {(0, "train", 0, 0): Row(4, {}, 0)}
+    undisturbed = Tried(Recording(rows), Ended(0, "", 1.0))
+    # The first start came before anything was saved.
+    starts: list[Any] = [(0, "train", 0, 0), (0, "train", 0, 2), (0, "train", 1, 0)]
+    of_each = [Kill(INSIDE, ["train", 0, 1])] * len(starts)
+    killed = Tried(Recording(rows, starts), Ended(0, "", 1.0), of_each)
+    trial = Trial(lambda _: 0, tmp_path, 3, first=undisturbed, second=undisturbed, killed=killed)
+    text = judge(trial).text
+    assert "killed 3 times" in text
+    assert "and resumed 2 times, begun anew 1 times" in text
+    assert text.count("\nresumed at epoch") == 2
+    assert text.count("\nbegun anew at epoch 1, batch 0") == 1
 
 
 def test_one_bit_makes_another_digest() -> None:

@@ -126,13 +126,15 @@ def _of_equal_results(
 ) -> Verdict:
     """The verdict where at most attributes differ."""
     steps = max(row.step for row in trial.first.recording.rows.values())
-    # One that began at the first batch had nothing to give back.
-    count = sum(moment[2:] != (0, 0) for moment in trial.killed.recording.resumed_at)
-    if count == 0:
+    resumed, anew = _starts(trial.killed)
+    if not resumed:
         line = "nothing was shown: the run has no place after its first save to be killed at."
         return Verdict(False, f"{line} Make it longer.", notes=notes)
     killed = f"killed {len(trial.killed.kills)} times ({_places(trial.killed)})"
-    killed += f" and resumed {count} times"
+    killed += f" and resumed {len(resumed)} times"
+    if anew:
+        # There was no save yet to resume from.
+        killed += f", begun anew {len(anew)} times"
     if not attributes:
         line = f"exact: {killed}, the run is the undisturbed one, bit for bit: {steps} steps,"
         return Verdict(True, f"{line} {comparison.compared:,} values.", notes=notes)
@@ -294,6 +296,13 @@ def _tail(tried: Tried) -> list[str]:
     return [f"it {code}; the last of what it printed:", *ended.output.splitlines()[-TAIL:]]
 
 
+def _starts(tried: Tried) -> tuple[list[Moment], list[Moment]]:
+    """Where the starts after a kill have resumed, and where they began anew: at the first batch."""
+    found = tried.recording.resumed_at
+    anew = [moment for moment in found if moment[2:] == (0, 0)]
+    return [moment for moment in found if moment not in anew], anew
+
+
 def _places(tried: Tried) -> str:
     return ", ".join(f"{kill.kind}" for kill in tried.kills)
 
@@ -312,7 +321,9 @@ def _notes(trial: Trial, comparison: Comparison, undisturbed: Comparison) -> lis
         notes.append(f"not compared, because they differ between two undisturbed runs: {text}.")
     kills = trial.killed.kills
     notes += [f"killed {kill.kind}: {moment_text((0, *kill.moment))}" for kill in kills]
-    notes += [f"resumed at {moment_text(each)}" for each in trial.killed.recording.resumed_at]
+    resumed, anew = _starts(trial.killed)
+    notes += [f"begun anew at {moment_text(each)}" for each in anew]
+    notes += [f"resumed at {moment_text(each)}" for each in resumed]
     notes.append(f"torch {torch.__version__}")
     return notes
 
