@@ -187,6 +187,14 @@ def test_what_a_person_sees_names_accuracy_time_and_the_next_command(finished: P
     assert "a resumed run" not in shown
 
 
+def test_a_test_draws_no_bar_into_a_pipe(finished: Path) -> None:
+    done = run("test", cwd=finished.parents[1])
+    assert done.returncode == 0, done.stderr
+    assert "test/accuracy" in done.stdout
+    assert "it/s" not in done.stdout + done.stderr
+    assert "Testing" not in done.stdout + done.stderr
+
+
 def test_the_config_repeats_the_run(finished: Path, workplace: Path) -> None:
     flags = ["--run_name", "again"]
     flags += ["--report", "false"]

@@ -6,6 +6,7 @@ import inspect
 import math
 import os
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar, WeightAveraging
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import FSDPStrategy
 from unbroken.chosen import Chosen
@@ -266,6 +267,15 @@ def build_trainer(flags: dict[str, Any], chosen: Chosen | None = None) -> Traine
             chosen.values.setdefault("devices", trainer.num_devices)
         keep_threads(chosen, trainer.num_devices * trainer.num_nodes)
     return trainer
+
+
+def bar_for_a_terminal(flags: dict[str, Any]) -> bool:
+    """Whether a command shows Lightning's bar: on a terminal, unless it is switched off. A bar that
+    the user has named among the callbacks is shown anywhere, for Lightning refuses it otherwise.
+    """
+    if any(isinstance(callback, ProgressBar) for callback in as_list(flags["callbacks"])):
+        return True
+    return flags["enable_progress_bar"] is not False and sys.stdout.isatty()
 
 
 def refused_flags(flags: dict[str, Any]) -> list[str]:

@@ -13,7 +13,7 @@ from unbroken import ExactCheckpoint, contract, tables
 from unbroken.cli.cli import configure
 from unbroken.cli.read_checkpoint import Loaded, load
 from unbroken.cli.refusals import refusals_as_errors
-from unbroken.cli.trainer_flags import build_trainer, trainer_flags
+from unbroken.cli.trainer_flags import bar_for_a_terminal, build_trainer, trainer_flags
 from unbroken.cli.typed import CommandLine
 from unbroken.commands.program_of import program_of
 from unbroken.errors import UserError
@@ -91,6 +91,7 @@ def build(loaded: Loaded) -> Trainer:
     flags = trainer_flags(loaded.config)
     flags["logger"] = False
     flags["enable_model_summary"] = False
+    flags["enable_progress_bar"] = bar_for_a_terminal(flags)
     flags["precision"] = loaded.precision(flags["precision"])
     flags["callbacks"] = [ExactCheckpoint(None, seed=loaded.config.seed), *flags["callbacks"]]
     return build_trainer(flags)

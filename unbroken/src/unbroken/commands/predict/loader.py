@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from unbroken.cli.read_checkpoint import Loaded
 from unbroken.cli.refusals import refusals_as_errors
-from unbroken.cli.trainer_flags import build_trainer, trainer_flags
+from unbroken.cli.trainer_flags import bar_for_a_terminal, build_trainer, trainer_flags
 from unbroken.commands.predict.answers import is_of_tensors, to_rows
 from unbroken.errors import UserError
 from unbroken.tables import Row
@@ -39,7 +38,7 @@ def predict_loaders(loaded: Loaded) -> list[Row]:
     flags = trainer_flags(loaded.config)
     flags["logger"] = False
     flags["enable_model_summary"] = False
-    flags["enable_progress_bar"] = sys.stdout.isatty()
+    flags["enable_progress_bar"] = bar_for_a_terminal(flags)
     flags["devices"] = 1
     flags["precision"] = loaded.precision(flags["precision"])
     trainer = build_trainer(flags)
