@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -56,5 +57,5 @@ def test_a_run_that_is_killed_ends_as_one_that_was_never_killed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # A run that is killed starts again in an interpreter of its own.
-    monkeypatch.setenv("PYTHONPATH", str(HERE.parent))
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parent), prepend=os.pathsep)
     assert verify(job.package, [*QUICK, "--steps", "12", "--kills", "2"]) == 0
