@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
+import yaml
 from numerals.fit import job as fit
 from unbroken.cli import start as entry
 from unbroken.commands.rename.clone import Clone
@@ -124,12 +125,19 @@ def test_classes_of_ones_own_in_the_place_of_ours_pass_the_tests_of_the_clone(
         assert before in text
         text = text.replace(before, after)
     fit_file.write_text(text)
-    (clone / "configs" / "default.yaml").write_text("trainer: {max_epochs: 2}\n")
+    defaults = block("yaml", "# configs/default.yaml", page)
+    (clone / "configs" / "default.yaml").write_text(defaults)
 
     ended = complete([sys.executable, "-m", "pytest", "-n", "0", "-v"], cwd=clone)
     assert ended.returncode == 0, ended.stdout
     for name in ("trains[default]", "trains[debug]", "ends_as_one_that_was_never_killed"):
         assert re.search(rf"{re.escape(name)} PASSED", ended.stdout)
+    words = ["acme.fit", "--accelerator", "cpu", "--logger", "false", "--run_name", "mine"]
+    ended = complete([sys.executable, "-m", *words], cwd=clone)
+    assert ended.returncode == 0, ended.stderr
+    resolved = yaml.safe_load((clone / "checkpoints" / "mine" / "config.yaml").read_text())
+    assert resolved["trainer"]["max_epochs"] == 20
+    assert resolved["model"]["init_args"]["lr"] == 0.002
     named = git(clone, *shlex.split(block("bash", "git grep", page))[1:]).splitlines()
     assert [name for name in named if name.startswith(("configs/", "tests/"))] == []
 
