@@ -96,7 +96,10 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
    | all but callbacks with one | what no file can hold, such as an iterator | told |
    | all but global variables and classes | another object or function in the place of one | told |
    | layers of a package | tensors that are neither weights nor buffers | neither |
-   | data sets | what training changes, but in the workers of a loader | told |
+   | data sets | states, not of streams | kept |
+   | data sets | numbers and lengths, but in the workers of a loader | told |
+   | samplers of a validation | generators | kept |
+   | samplers of a validation | other attributes, unless they have a ``set_epoch`` | told |
 
    (A state is an object with a ``state_dict``. holding/beside_objects.py finds what hooks,
    functions, classes and global variables hold. Told by parts/undeclared/not_kept.py,

@@ -38,6 +38,7 @@ GENERATOR = "generator"
 RANGE = "range"
 # Bytes of values that training has not changed: more of them are not kept in every checkpoint.
 MOST_BYTES = 2**20
+BYTES_OF_A_NUMBER = 8
 
 
 def draws_as_torch_does(source: Any) -> bool:
@@ -87,24 +88,29 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def is_long(values: dict[str, Any]) -> bool:
     """Whether so many values are kept only where training has changed them."""
-    return sum(tensor.nbytes for tensor in _tensors_of(values).values()) > MOST_BYTES
+    return sum(map(_bytes_of, _long_ones(values).values())) > MOST_BYTES
+
+
+def _bytes_of(value: Any) -> int:
+    """The bytes of a tensor, or of a list of numbers as one."""
+    return value.nbytes if isinstance(value, Tensor) else BYTES_OF_A_NUMBER * len(value)
 
 
 def digests_of(values: dict[str, Any]) -> dict[str, int]:
     """A number for each of the tensors and lists among these values."""
     return {
-        place: zlib.crc32(tensor.contiguous().numpy().tobytes())
-        for place, tensor in _tensors_of(values).items()
+        place: zlib.crc32(torch.as_tensor(value).contiguous().numpy().tobytes())
+        for place, value in _long_ones(values).items()
     }
 
 
-def _tensors_of(values: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors, arrays and lists among these values, as tensors."""
+def _long_ones(values: dict[str, Any]) -> dict[str, Tensor | list[Any]]:
+    """The tensors, arrays and lists among these values."""
     found = {}
     for place, value in values.items():
         inside = value.get(ARRAY, value.get(RANGE)) if isinstance(value, dict) else value
         if isinstance(inside, (Tensor, list)):
-            found[place] = torch.as_tensor(inside)
+            found[place] = inside
     return found
 
 

@@ -247,6 +247,10 @@ OF_SAMPLERS = Told(
     advice="Give the sampler a state_dict and a load_state_dict, or a set_epoch that sets it.",
 )
 
+OF_VALIDATION_SAMPLERS = OF_SAMPLERS._replace(
+    advice="Keep it in an attribute of the data module, or let a set_epoch set it."
+)
+
 
 class Inside(NamedTuple):
     """What holds for the attributes of an object, and for what they hold.
@@ -310,6 +314,7 @@ class _Look:
         self.read = _read_by(trainer)
         self.read_by_workers = _read_by_workers_that_stay(trainer)
         self.samplers = _samplers_of_training(trainer)
+        self.kept_with_loaders = self.samplers | _read_by_loaders_with_a_state(trainer)
         # Who saves something himself may save what he puts into a sampler, or keeps beside objects.
         self.is_saved_by_users = any(map(saves_itself, (module, data)))
         # Functions that were found, and are opened when all objects are known that others hold.
@@ -365,17 +370,19 @@ class _Look:
         self._walk(places)
 
     def data_sets(self) -> None:
-        """What the loaders read that nobody else holds. Nothing of it is kept: its generators are
-        seeded for each batch.
+        """What the loaders read that nobody else holds. States that it declares are kept. Its
+        generators are seeded for each batch, but for those of a validation's samplers.
         """
         trainer = self.trainer
         found = dict(zip(LOADERS, (trainer.train_dataloader, trainer.val_dataloaders), strict=True))
         told = NOTHING if self.is_saved_by_users else OF_DATA
-        inside = Inside(False, told, keeps_states=False, keeps_generators=False)
         places: list[Place] = []
         for name, loader in walk.loaders_in(found):
             for part in ("dataset", "sampler", "batch_sampler", "collate_fn"):
-                places += self._child(f"{name}.{part}", getattr(loader, part, None), inside, 0)
+                value = getattr(loader, part, None)
+                draws_on = isinstance(value, Sampler) and id(value) not in self.kept_with_loaders
+                inside = Inside(False, told, keeps_generators=draws_on)
+                places += self._child(f"{name}.{part}", value, inside, 0)
         self._walk(places)
 
     def hooks_and_attributes_of_weights(self) -> None:
@@ -627,7 +634,11 @@ class _Look:
         """A data set, a sampler or a loader. Its samples are not looked through."""
         name, value, depth, inside = place
         is_read = id(value) in self.read
-        if inside.keeps_states and not is_read and declares_state(value):
+        # The state of a loader, a sampler or a stream is a place in a pass, and a validation begins
+        # another one.
+        keeps_a_place = is_read and not (isinstance(value, Dataset) and not is_stream(value))
+        keeps_states = inside.keeps_states and id(value) not in self.kept_with_loaders
+        if keeps_states and not keeps_a_place and declares_state(value):
             return self._declared(place)
         self._tell(name, Identity(value), inside)
         length = sized_len(value) if isinstance(value, Dataset) else None
@@ -639,7 +650,7 @@ class _Look:
         within = inside._replace(
             keeps_attributes=False,
             told=self._told_of_data(value) if is_read else NOTHING,
-            keeps_states=inside.keeps_states and not is_read,
+            keeps_states=keeps_states and (not keeps_a_place or isinstance(value, DataLoader)),
             keeps_generators=inside.keeps_generators and not keeps_its_state,
         )
         left_out = self._kept_with_loader(value)
@@ -651,8 +662,12 @@ class _Look:
 
     def _told_of_data(self, value: Any) -> Told:
         """What is told of a data set or a sampler that the Trainer reads."""
-        if is_without_a_state(value):
-            return NOTHING if self.is_saved_by_users else OF_SAMPLERS
+        if has_an_order_of_its_own(value):
+            if id(value) not in self.kept_with_loaders:
+                told = OF_VALIDATION_SAMPLERS
+            else:
+                told = NOTHING if has_state(value) else OF_SAMPLERS
+            return NOTHING if self.is_saved_by_users else told
         if not is_asked_by_key(value):
             return NOTHING
         return OF_WORKERS if id(value) in self.read_by_workers else OF_DATA
@@ -731,8 +746,19 @@ def _read_by(trainer: Trainer) -> set[int]:
 
     Their state lies ahead of the training. LoaderStates keeps it.
     """
+    return _parts_of([trainer.train_dataloader, trainer.val_dataloaders])
+
+
+def _read_by_loaders_with_a_state(trainer: Trainer) -> set[int]:
+    """The loaders of the training whose states speak for all that they read, with that, by id."""
+    loaders = [each for _, each in walk.loaders_in(trainer.train_dataloader)]
+    return _parts_of([each for each in loaders if not isinstance(each, ExactLoader)])
+
+
+def _parts_of(loaders: list[Any]) -> set[int]:
+    """Loaders, with their data and samplers, by id."""
     found: set[int] = set()
-    waiting: list[Any] = [trainer.train_dataloader, trainer.val_dataloaders]
+    waiting = list(loaders)
     while waiting:
         value = waiting.pop()
         if value is None or id(value) in found:
@@ -782,11 +808,13 @@ def _read_by_workers_that_stay(trainer: Trainer) -> set[int]:
     return found
 
 
-def is_without_a_state(value: Any) -> bool:
-    """Whether a value is a sampler whose attributes nobody keeps. How batches are cut is kept."""
+def has_an_order_of_its_own(value: Any) -> bool:
+    """Whether a value is a sampler whose order is no function of the epoch. How batches are cut is
+    kept.
+    """
     if not isinstance(value, Sampler) or type(value) is BatchSampler:
         return False
-    return not has_state(value) and not isinstance(value, contract.OrdersByEpoch)
+    return not isinstance(value, contract.OrdersByEpoch)
 
 
 def is_asked_by_key(value: Any) -> bool:

@@ -6,6 +6,7 @@ from lightning.pytorch import Trainer
 from unbroken.holding.walk import loaders_in
 from unbroken.loading import LoaderPosition, RunLoaders
 from unbroken.loading.held_data import outline_of_samples
+from unbroken.parts.held import declares_state
 from unbroken.parts.part import Note
 
 
@@ -98,14 +99,17 @@ class DataSets(Note):
 
     def lines_of_changed(self) -> list[str]:
         """A line for each data set that holds other samples as an epoch starts than as the epoch
-        before ended. Loaders that were made anew have others by intent.
+        before ended. Loaders that were made anew have others by intent, and a checkpoint holds what
+        a data set declares.
         """
         found: list[str] = []
         if not self._at_end:
             return found
         now = dict(zip(map(id, self.loading.positions), self._look(), strict=True))
         for number, (position, before) in enumerate(self._at_end):
-            if now.get(id(position), before) != before and number not in self._told:
+            is_kept = declares_its_samples(position.loader)
+            is_changed = now.get(id(position), before) != before
+            if is_changed and not is_kept and number not in self._told:
                 self._told.add(number)
                 found.append(
                     f"a resume may not be exact: training changes what {before[0]} holds between"
@@ -118,6 +122,14 @@ class DataSets(Note):
 
     def _look(self) -> list[Any]:
         return [outline_of_samples(position.loader) for position in self.loading.positions]
+
+
+def declares_its_samples(loader: Any) -> bool:
+    """Whether the data set of a loader, or one within it, declares a state."""
+    dataset = getattr(loader, "dataset", None)
+    while dataset is not None and not declares_state(dataset):
+        dataset = getattr(dataset, "dataset", None)
+    return dataset is not None
 
 
 class ValidationSamples(Note):
