@@ -22,7 +22,7 @@ from unbroken.report import Report
 from unbroken.results import facts
 from unbroken.results.facts import summarize
 from unbroken.results.run_result import RunResult
-from unbroken.run import RunTimer, WrongNumbers, run_record
+from unbroken.run import RunTimer, WrongNumbers, uncommitted
 from unbroken.run.run_record import RunRecord
 
 from tests.commands import checkpoint, run
@@ -104,7 +104,7 @@ def test_the_folder_holds_the_configuration_and_nothing_of_an_earlier_try(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Nothing differs from the commit.
-    monkeypatch.setattr(run_record, "git", lambda *_: "")
+    monkeypatch.setattr(uncommitted, "git", lambda *_: "")
     for name in ("summary.json", "report.html", "uncommitted.diff"):
         (folder / name).write_text("old")
     trainer_with(RunRecord(folder, "id1", CONFIG, CODE)).fit(Typed(), Numbers())

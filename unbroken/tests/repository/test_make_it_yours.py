@@ -101,7 +101,7 @@ OWN_LOADER = OWN_MODEL | {
 }
 
 
-@pytest.mark.daily(1)
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform == "win32", reason="the command is of a shell")
 @pytest.mark.parametrize(

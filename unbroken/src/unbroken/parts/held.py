@@ -769,7 +769,7 @@ def _parts_of(loaders: list[Any]) -> set[int]:
         found.add(id(value))
         if isinstance(value, LiveLoader):
             loader = position_of(value).loader
-            found |= {id(each) for each in samplers_within(loader)}
+            found |= {id(each) for each in samplers_within(loader) if each is not loader}
             waiting.append(loader)
             continue
         for name in ("dataset", "sampler", "batch_sampler"):
