@@ -97,7 +97,9 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
    | all but global variables and classes | another object or function in the place of one | told |
    | layers of a package | tensors that are neither weights nor buffers | neither |
    | data sets | states, not of streams | kept |
-   | data sets | numbers and lengths, but in the workers of a loader | told |
+   | data sets | numbers and lengths; at an epoch's end all entries | told |
+   | data sets | entries inside an epoch, and all that a loader's workers hold | neither |
+   | samplers of the training | what a ``set_epoch`` or ``state_dict`` leaves out | neither |
    | samplers of a validation | generators | kept |
    | samplers of a validation | other attributes, unless they have a ``set_epoch`` | told |
 
