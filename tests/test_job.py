@@ -58,4 +58,4 @@ def test_a_run_that_is_killed_ends_as_one_that_was_never_killed(
 ) -> None:
     # A run that is killed starts again in an interpreter of its own.
     monkeypatch.setenv("PYTHONPATH", str(HERE.parent), prepend=os.pathsep)
-    assert verify(job.package, [*QUICK, "--steps", "12", "--kills", "2"]) == 0
+    assert verify(job.package, [*QUICK, "--steps", "10", "--kills", "1"]) == 0
