@@ -15,7 +15,7 @@ from jsonargparse import get_loader
 from lightning.pytorch import LightningModule
 from unbroken.cli.options import OF_THE_LAUNCH
 from unbroken.cli.program import Program
-from unbroken.cli.typed import CLASS_PATH, named, read_config, read_text, sets_a_length, with_homes
+from unbroken.cli.typed import CLASS_PATH, named, read_text, sets_a_length, settings_in, with_homes
 from unbroken.errors import UserError
 
 Settings = dict[str, Any]
@@ -33,8 +33,7 @@ def default_file(program: Program) -> Settings:
     # As the parser reads the values of a --config file. It takes 1e-3 for a number.
     if not re.sub(r"(?m)^\ufeff|#.*$", "", text).strip():
         return {}
-    settings = read_config(path, shown)
-    if "config" in settings:
+    if "config" in settings_in(text, shown):
         raise UserError(f"{shown}: config names another file. Write its settings here.")
     return dict(with_homes(get_loader("yaml")(text)))
 

@@ -64,7 +64,8 @@ class CommandLine:
         self.added: dict[str, list[str]] = {}
         self.settings: dict[str, Any] = {}
         for file in found.config:
-            content = read_config(file, f"--config {file}")
+            option = f"--config {file}"
+            content = settings_in(read_text(file, option), option)
             self.settings = merged(self.settings, content)
             self.given |= named(with_homes(content))
         files = [f"--config={file}" for file in found.config]
@@ -246,14 +247,14 @@ def read_text(name: str, option: str) -> str:
         raise UserError(f"{option} cannot be read: {reason or error}.") from None
 
 
-def read_config(name: str, option: str) -> dict[str, Any]:
-    """The settings of a config file. A UserError for what is no such file, or belongs elsewhere.
+def settings_in(text: str, option: str) -> dict[str, Any]:
+    """The settings in the text of a config file. A UserError for what is no such file, or belongs
+    elsewhere.
 
     Args:
-        name: The file.
-        option: What an error calls it, such as ``--config FILE``.
+        text: What the file holds.
+        option: What an error calls the file, such as ``--config FILE``.
     """
-    text = read_text(name, option)
     try:
         content = load_yaml(text)
         repeated = _repeated_key(yaml.compose(text, yaml.SafeLoader))

@@ -314,6 +314,7 @@ class _Look:
         self.read = _read_by(trainer)
         self.read_by_workers = _read_by_workers_that_stay(trainer)
         self.samplers = _samplers_of_training(trainer)
+        # What is kept with the state of a loader of the training.
         self.kept_with_loaders = self.samplers | _read_by_loaders_with_a_state(trainer)
         # Who saves something himself may save what he puts into a sampler, or keeps beside objects.
         self.is_saved_by_users = any(map(saves_itself, (module, data)))
@@ -636,7 +637,8 @@ class _Look:
         is_read = id(value) in self.read
         # The state of a loader, a sampler or a stream is a place in a pass, and a validation begins
         # another one.
-        keeps_a_place = is_read and not (isinstance(value, Dataset) and not is_stream(value))
+        is_map_style = isinstance(value, Dataset) and not is_stream(value)
+        keeps_a_place = is_read and not is_map_style
         keeps_states = inside.keeps_states and id(value) not in self.kept_with_loaders
         if keeps_states and not keeps_a_place and declares_state(value):
             return self._declared(place)
