@@ -185,6 +185,7 @@ def is_nightly(config: pytest.Config) -> bool:
 @pytest.fixture(autouse=True)
 def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     no_surprises(monkeypatch)
+    from unbroken.lightning_internals import unwrap_classes_of_loaders
     from unbroken.stopping.signals import STOP_SIGNALS
 
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -192,6 +193,8 @@ def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # What a loader's worker replaces in its own process, where a test prepares one in this process.
     monkeypatch.setattr(Queue, "_on_queue_feeder_error", vars(Queue)["_on_queue_feeder_error"])
     yield
+    # Lightning leaves them wrapped where a hook that makes loaders has failed.
+    unwrap_classes_of_loaders()
     # A run in this process may have set variables for ranks and threads. Later processes would
     # inherit them, and those that Python reads as it starts keep the server from forking.
     os.environ.clear()

@@ -31,7 +31,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.nn.functional import dropout
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler
 from unbroken import ExactCheckpoint
 from unbroken.commands.runs.saved_run import SavedRun, find_runs
 from unbroken.errors import UserError
@@ -787,6 +787,30 @@ def test_a_live_loader_is_one_of_the_users_class_with_its_methods_and_attributes
     assert (loader.level, loader.note) == (2, 0)
     assert vars(loader).keys() == vars(plain_loader(0, Shorter)).keys() | {"level", "note"}
     assert [len(batch) for batch in loader] == [2] * 12
+
+
+def test_a_hook_that_failed_in_an_earlier_cell_changes_nothing_in_later_loaders(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Fails(Reads):
+        def train_dataloader(self) -> Any:
+            raise ValueError("not yet")
+
+    methods = [DataLoader.__init__, DataLoader.__setattr__, BatchSampler.__init__]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="not yet"):
+            Trainer(**QUIET).fit(Fails(None))
+    assert "__old__init__" in vars(DataLoader)
+    look: list[Any] = []
+
+    def keep(loader: Any, epoch: int) -> None:
+        look.append(pickle.dumps(loader))
+
+    read_by(Reads(keep), plain_loader, ExactCheckpoint("r"), max_epochs=1)
+    assert look
+    assert [DataLoader.__init__, DataLoader.__setattr__, BatchSampler.__init__] == methods
+    assert "__old__init__" not in vars(DataLoader)
+    assert "may not be exact" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("make", [OwnLoader, Stateful, lambda: plain_loader(0, Negates)])

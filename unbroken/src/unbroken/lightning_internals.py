@@ -23,6 +23,7 @@ from types import MethodType
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import data as file_about_loaders
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
@@ -41,7 +42,7 @@ from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from unbroken.errors import UserError
 from unbroken.tensors.same_values import is_ordinary, is_same
 from unbroken.tensors.unsized import CANNOT_BE_AVERAGED, has_lazy_layers
@@ -98,6 +99,7 @@ NAMES = {
         "_Metadata.is_mean_reduction",
     ],
     "lightning.fabric.strategies.launchers.subprocess_script": ["_ChildProcessObserver.run"],
+    "lightning.fabric.utilities.data": ["_replace_dunder_methods"],
     "torchmetrics": ["Metric.update_count"],
     "torch": ["Tensor._version"],
     "torch.utils.data": ["DataLoader._get_iterator"],
@@ -355,6 +357,30 @@ def take_over_sharing(trainer: Trainer) -> bool:
 def let_lightning_share(trainer: Trainer, shares: bool) -> None:
     """Put back what :func:`take_over_sharing` has found."""
     trainer._accelerator_connector.use_distributed_sampler = shares
+
+
+def unwrap_classes_of_loaders() -> None:
+    """Give the classes of loaders and batch samplers their own methods back.
+
+    Lightning wraps three of their methods while it calls a hook that makes loaders
+    (``_replace_dunder_methods``), and leaves them wrapped where the hook fails. In a notebook whose
+    cell is mended and runs again, each loader would then keep a list of all that is ever set in it.
+    Public way missing: none tells that they are wrapped.
+    """
+    for base in (DataLoader, BatchSampler):
+        for kind in {base} | file_about_loaders.get_all_subclasses(base):
+            for name in ("__init__", "__setattr__", "__delattr__"):
+                if name in vars(kind):
+                    setattr(kind, name, _unwrapped(vars(kind)[name]))
+                if f"__old{name}" in vars(kind):
+                    delattr(kind, f"__old{name}")
+
+
+def _unwrapped(method: Any) -> Any:
+    """A method without the wrappers of Lightning's file about loaders."""
+    while getattr(method, "__globals__", None) is vars(file_about_loaders):
+        method = method.__wrapped__
+    return method
 
 
 def makes_loaders_now(trainer: Trainer) -> bool:

@@ -9,6 +9,7 @@ import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader
+from unbroken.lightning_internals import unwrap_classes_of_loaders
 from unbroken.loading.batches import ExactBatches
 from unbroken.loading.exact_loader import exact_form, position_of
 from unbroken.loading.faults import Faults
@@ -74,6 +75,7 @@ class RunLoaders:
 
     def install(self, seams: Seams, trainer: Trainer) -> None:
         """From now on the trainer's loaders pass through here."""
+        unwrap_classes_of_loaders()
         seams.process_loaders(lambda loader: self.exact(loader, trainer))
 
     def settle_seed(self) -> int:
