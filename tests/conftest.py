@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -13,10 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty current folder, in which a run leaves its files."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    monkeypatch.setenv("PL_GLOBAL_SEED", "")
-    monkeypatch.delenv("PL_GLOBAL_SEED")
-    return tmp_path
+    # Variables that a run sets for its process end with the test.
+    with patch.dict(os.environ, WANDB_MODE="disabled"):
+        yield tmp_path

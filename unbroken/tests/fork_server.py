@@ -53,6 +53,8 @@ READ_AT_START = (
     "CUDA_",
     "TORCH_",
 )
+# The environment before any test. A test that runs a command in this process may change it.
+OF_THE_SESSION = dict(os.environ)
 
 
 # This part runs in the process of pytest.
@@ -152,7 +154,7 @@ def _server(start_up: Path | None) -> Server:
     starts.
     """
     ours, theirs = socket.socketpair()
-    started_with = dict(os.environ)
+    started_with = OF_THE_SESSION
     # With more than one thread, numpy would start them as it is imported.
     searched = SEARCHED if start_up is None else f"{start_up}{os.pathsep}{SEARCHED}"
     environment = {**started_with, "PYTHONPATH": searched, "OPENBLAS_NUM_THREADS": "1"}

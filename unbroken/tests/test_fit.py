@@ -90,7 +90,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     environment = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")} | {
         "HOME": str(folder)
     }
-    environment["PYTHONPATH"] = str(Path(__file__).parents[2])
     done = run(
         "fit", *REPORTED, "--precision", "16-mixed", "--run_name", "r", cwd=folder, env=environment
     )

@@ -62,7 +62,9 @@ class RunsOut(MNISTClassifier):
 """
 
 
-def test_fit_ends_an_out_of_memory_run_with_the_advice_and_exit_code_1(tmp_path):
+def test_fit_ends_an_out_of_memory_run_with_the_advice_and_exit_code_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "runs_out.py").write_text(OOM_MODEL)
     flags = [
         "--data.source",
@@ -75,9 +77,8 @@ def test_fit_ends_an_out_of_memory_run_with_the_advice_and_exit_code_1(tmp_path)
         "1",
     ]
     flags += ["--model", "runs_out.RunsOut", "--checkpoint_every", "2", "--run_name", "oom"]
-    search = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    env = {**os.environ, "WANDB_MODE": "disabled", "PYTHONPATH": search}
-    ended = run("fit", *flags, cwd=tmp_path, env=env)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    ended = run("fit", *flags, cwd=tmp_path)
     assert ended.returncode == 1
     tail = ended.stderr.strip().splitlines()[-7:]
     assert tail[0].startswith("Out of memory in training; --data.batch_size is 64")
