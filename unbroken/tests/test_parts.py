@@ -521,7 +521,7 @@ def test_a_data_module_gets_its_attributes_back_before_it_makes_loaders() -> Non
     value = part.take(held(first))
     for trainer in (second, third):
         part = PlainAttributes()
-        part.give_back_early(held(trainer), value, list(value), CPU)
+        part.give_back_early(held(trainer), value, CPU)
         pool = trainer.datamodule.pool  # type: ignore[attr-defined]
         assert pool == [0, 1, 7]
         part.begin(held(trainer))

@@ -37,7 +37,7 @@ class Hooks(Callback):
     | (Lightning) | callbacks are given their states | Lightning |
     | on_fit_start | what this start has made is noted; three seams more | kept, restoring |
     | (Lightning) | optimizers, schedules and loops are given their states | Lightning |
-    | (seam) before train_dataloader | generators are noted, or given back | restoring |
+    | (seam) before train_dataloader | what it finds is noted, or given back | restoring |
     | on_sanity_check_start, on_sanity_check_end | what this check changes is noted | kept |
     | on_train_start | signals are only noted from here; changed hyperparameters win | restoring |
     | (seam) after on_train_start | RESTORE, inside an epoch after its hooks | restoring |
@@ -136,11 +136,12 @@ class Hooks(Callback):
             if engine.loading.loaded_at == trainer.current_epoch:
                 engine.kept.settings.loaders_are_made(trainer)
                 engine.kept.objects.loaders_are_made(trainer)
+                engine.kept.data_sets.begin()
             engine.following.epoch_is_over(trainer, engine.agreement.group)
             engine.saving.between_epochs(trainer)
         if engine.own_folder.saves:
             engine.kept.objects.before_epoch_starts(trainer)
-        engine.kept.generators_of_epoch_start.before_hooks(trainer)
+        engine.kept.before_hooks_of_epoch.before_hooks(trainer)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

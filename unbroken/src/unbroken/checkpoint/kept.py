@@ -13,9 +13,9 @@ from unbroken.checkpoint.following import Following
 from unbroken.checkpoint.snapshot import Snapshot
 from unbroken.loading import RunLoaders
 from unbroken.loading.own_generators import put_back
+from unbroken.parts.before_hooks_of_epoch import BeforeHooksOfEpoch, MakersOfLoaders
 from unbroken.parts.chain import BitsInMemory, Chain, OpenWindow
 from unbroken.parts.generators import (
-    GeneratorsOfEpochStart,
     OwnGenerators,
     RandomGenerators,
     random_state,
@@ -82,7 +82,8 @@ class KeptParts:
         self.settings = TrainerSettings()
         self.objects = UsersObjects(undeclared)
         self.generators: list[Part] = [OwnGenerators(self.objects), RandomGenerators()]
-        self.generators_of_epoch_start = GeneratorsOfEpochStart(self.generators)
+        makers = MakersOfLoaders(self.objects)
+        self.before_hooks_of_epoch = BeforeHooksOfEpoch(makers, self.generators)
         self.was_validated = WasValidated()
         self._loading = loading
         self._positions = LoaderStates(loading)
@@ -121,7 +122,7 @@ class KeptParts:
             self.open_window,
             self.chain,
             self.bits_in_memory,
-            self.generators_of_epoch_start,
+            self.before_hooks_of_epoch,
             *further,
             # The generators come last of those in memory: to give back another part may draw a
             # random number.

@@ -115,10 +115,10 @@ Step by step, where batches 0 to k - 1 of the epoch were done at the save:
    run after everything. What these two and ``on_fit_start`` change of saved values is undone
    (before_hooks.py; attributes by parts/undeclared/attributes.py), and what nobody saves stays as
    they set it. Where ``on_fit_start`` and ``on_train_start`` look at batches, these are of epoch 0,
-   as in the first start (``RunLoaders.resume_at``). ``train_dataloader`` and
-   ``on_train_epoch_start`` draw what they drew before the save (``GeneratorsOfEpochStart`` in
-   parts/generators.py). The sanity check, and hooks of batches and validations that are done, are
-   not called.
+   as in the first start (``RunLoaders.resume_at``). ``train_dataloader`` finds what it found before
+   the save, in the objects of which it makes loaders and in all generators, and
+   ``on_train_epoch_start`` finds the generators (parts/before_hooks_of_epoch.py). The sanity check,
+   and hooks of batches and validations that are done, are not called.
 
 The conditions:
 
@@ -194,6 +194,7 @@ from unbroken.checkpoint.resume import (
 )
 from unbroken.loading import RunLoaders
 from unbroken.loading.seeding import Seeds
+from unbroken.parts.before_hooks_of_epoch import NEXT_LOADERS
 from unbroken.parts.hyperparameters import apply_changes
 from unbroken.parts.loops import BETWEEN_EPOCHS
 from unbroken.parts.module import give_plain_buffers
@@ -253,6 +254,10 @@ class Restoring:
         # checkpoint is another library's.
         self._resume: Resume | None = None
         self._before_hooks: list[BeforeHooks] = []
+        # That of the data module, which has an earlier one as it makes loaders.
+        self._state_of_data: DataState | None = None
+        # Whether the resumed run makes loaders that the run before had not made.
+        self._loaders_come_after_save = False
         self._state_types: StateTypes | None = None
         self._batches_validated_before: dict[int, int] = {}
         # The Trainer's own number, while it is 0 so that a resumed run makes no sanity check.
@@ -312,9 +317,6 @@ class Restoring:
         self._own_folder.training_is_resumed(resume.run_id)
         self._kept.chain.resumed_at = [*saved.get("resumed_at", []), self.loaded_step]
         self._loading.resume_at(resume.data_start)
-        # Loaders are made before everything else is given back.
-        objects = self._kept.objects
-        objects.give_back_early(trainer, resume.mine(trainer).get(objects.name, {}))
         self._take_seeds_of(resume)
         # A run that had stopped early stays so, unless a setting was changed. But a validation that
         # it was stopped in comes first.
@@ -409,6 +411,8 @@ class Restoring:
         self._give_sanity_steps_again(trainer)
         if self._resume is None:
             return
+        if self._loaders_come_after_save:
+            self._keep_what_loaders_have_changed(trainer, self._resume)
         hyperparameters = self._kept.hyperparameters
         before = self._resume.shared.get(hyperparameters.name)
         apply_changes(trainer, hyperparameters.now, before, self._changed)
@@ -423,6 +427,19 @@ class Restoring:
             *self._before_hooks,
         ]
 
+    def _keep_what_loaders_have_changed(self, trainer: Trainer, resume: Resume) -> None:
+        """Let what was drawn and changed as loaders were made for an epoch after the save count as
+        if it had come before it.
+        """
+        mine = resume.mine(trainer)
+        objects = self._kept.objects
+        if objects.name in mine:
+            mine[objects.name] = objects.with_makers_of_now(trainer, mine[objects.name])
+        for part in self._kept.generators:
+            if part.name in mine:
+                mine[part.name] = part.take(trainer)
+        self._state_of_data = DataState(trainer)
+
     def _note_loaded(self, trainer: Trainer) -> None:
         # What a module or callback saves and loads by hooks of its own comes last: to give back the
         # others may call code that counts it.
@@ -430,15 +447,21 @@ class Restoring:
         self._before_hooks = [kind(trainer) for kind in kinds]
 
     def before_loaders(self, trainer: Trainer) -> None:
-        """Before the user's ``train_dataloader``: let it draw what it drew before the save."""
-        noted = self._kept.generators_of_epoch_start
+        """Before the user's ``train_dataloader``: let it find what it found before the save."""
+        kept = self._kept
+        noted = kept.before_hooks_of_epoch
         if self._resume is None:
-            noted.before_loaders(trainer)
+            with kept.without_a_trace(trainer):
+                noted.before_loaders(trainer)
             if trainer.current_epoch > 0 and self._own_folder.saves:
                 # It may choose the data of the new epoch.
-                self._kept.objects.before_epoch_starts(trainer)
-        else:
-            noted.return_to_before_loaders(trainer, self._resume.mine(trainer).get(noted.name, {}))
+                kept.objects.before_epoch_starts(trainer)
+            return
+        if self._state_of_data is None:
+            self._state_of_data = DataState(trainer)
+        saved = self._resume.mine(trainer).get(noted.name, {})
+        noted.return_to_before_loaders(trainer, saved, self._resume.data_start.epoch)
+        self._loaders_come_after_save = NEXT_LOADERS in saved
 
     # c. All start-up hooks are done
 
@@ -477,7 +500,7 @@ class Restoring:
         # As in a new run, samplers know the epoch as the hooks of its start are called.
         for position in self._loading.positions:
             position.set_epoch(trainer.current_epoch)
-        noted = self._kept.generators_of_epoch_start
+        noted = self._kept.before_hooks_of_epoch
         noted.return_to_before_hooks(trainer, resume.mine(trainer).get(noted.name, {}))
         call_epoch_start_again(trainer)
 
@@ -491,6 +514,8 @@ class Restoring:
         kept.objects.undo(trainer)
         give_back_all(self._before_hooks, trainer)
         self._before_hooks = []
+        if self._state_of_data is not None:
+            self._state_of_data.give_back(trainer)
         other_batches = resume.recount_batches(trainer, self._loading)
         if other_batches is not None:
             self._lines.append(other_batches)
@@ -515,7 +540,7 @@ class Restoring:
         """Say so where data sets hold other samples than at the save."""
         data_sets = self._kept.data_sets
         saved = resume.mine(trainer).get(data_sets.name)
-        if saved is None:
+        if saved is None or self._loaders_come_after_save:
             return
         of_ranks = gather_from_ranks(data_sets.others(saved))
         for name in dict.fromkeys(name for names in of_ranks for name in names):

@@ -1,7 +1,6 @@
 """The generators of random numbers."""
 
 import random
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,13 +14,9 @@ from unbroken.loading.own_generators import (
     restore,
     state_of,
 )
-from unbroken.parts.part import Note, Part
+from unbroken.parts.part import Part
 from unbroken.parts.users_objects import UsersObjects
 from unbroken.stopping.ranks import say
-
-# Moments of an epoch's start
-LOADERS = "loaders"
-HOOKS = "hooks"
 
 
 class RandomGenerators(Part):
@@ -98,54 +93,6 @@ def _owner_of_late_one(path: str, name: str, found: Any) -> Any:
     owner = owner_beside_objects(path) if found is None else None
     is_variable = owner is not None and name in vars(owner)
     return owner if is_variable else None
-
-
-class GeneratorsOfEpochStart(Note):
-    """The generators as they were before the loaders of an epoch were made, and before its
-    ``on_train_epoch_start``.
-
-    A resumed run calls both again, and they may draw: which samples the epoch has, or which
-    negatives. So they draw the same.
-
-    Args:
-        generators: The parts that keep generators.
-    """
-
-    # As checkpoints name it.
-    name = "before_hooks_of_epoch"
-    changes_in_validation = False
-
-    def __init__(self, generators: Sequence[Part]) -> None:
-        self._generators = generators
-        self._noted: dict[str, dict[str, Any]] = {}
-
-    def before_loaders(self, trainer: Trainer) -> None:
-        """Note them before the user's ``train_dataloader``."""
-        self._note(trainer, LOADERS)
-
-    def before_hooks(self, trainer: Trainer) -> None:
-        """Note them before the user's ``on_train_epoch_start``."""
-        self._note(trainer, HOOKS)
-
-    def _note(self, trainer: Trainer, moment: str) -> None:
-        self._noted[moment] = {part.name: part.take(trainer) for part in self._generators}
-
-    def take(self, trainer: Trainer) -> dict[str, dict[str, Any]]:
-        return dict(self._noted)
-
-    def return_to_before_loaders(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
-        """Let a resumed run make its loaders as the one before did."""
-        self._return(trainer, saved, LOADERS)
-
-    def return_to_before_hooks(self, trainer: Trainer, saved: Mapping[str, Any]) -> None:
-        """Let the hooks of the epoch's start act as they did before."""
-        self._return(trainer, saved, HOOKS)
-
-    def _return(self, trainer: Trainer, saved: Mapping[str, Any], moment: str) -> None:
-        if moment in saved:
-            self._noted[moment] = saved[moment]
-            for part in self._generators:
-                part.give_back(trainer, saved[moment][part.name])
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class BatchSizes(Note):
 
 class DataSets(Note):
     """What the training's data sets hold, as far as it is seen without asking for a sample: as
-    training began, and now.
+    training began with them, and now.
 
     The user's code makes them. A split that it draws anew at each start trains on what was held out
     before: :meth:`others` tells. Labels that hooks write between two epochs are those of the start
@@ -73,7 +73,7 @@ class DataSets(Note):
         self._told: set[int] = set()
 
     def begin(self) -> None:
-        """Note what is there as training starts."""
+        """Note what is there as training starts, or begins an epoch that has loaders of its own."""
         self._begun = self._look()
 
     def take(self, trainer: Trainer) -> dict[str, Any]:

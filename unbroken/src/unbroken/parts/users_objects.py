@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,9 @@ from unbroken.parts.undeclared.attributes import PlainAttributes, without_halves
 from unbroken.parts.undeclared.modules import HiddenModules
 from unbroken.parts.undeclared.not_kept import NotKept
 from unbroken.stopping.ranks import say
+
+# As names call the data module and the module
+DATA, MODULE = "data", "module"
 
 
 class UsersObjects(Part):
@@ -125,24 +129,67 @@ class UsersObjects(Part):
 
     # What is given back
 
-    def give_back_early(self, trainer: Trainer, value: Mapping[str, Any]) -> None:
-        """Give the data module, and a module that makes loaders itself, what these are made of."""
-        makers = ["data."]
-        data = trainer.datamodule  # type: ignore[attr-defined]
-        module = trainer.lightning_module
-        if data is None and is_overridden("train_dataloader", module):
-            makers.append("module.")
-        held = self._look(trainer)
-        device = trainer.strategy.root_device
-        attributes = value.get("attributes", {})
-        names = [name for name in attributes if name.startswith(tuple(makers))]
+    # What loaders are made of
+
+    def take_of_makers(self, trainer: Trainer) -> dict[str, Any]:
+        """Before loaders are made: what the data module, or a module that makes them itself, holds
+        otherwise than a start makes it.
+        """
+        held = self._held_by_makers(trainer)
+        if trainer.current_epoch == 0:
+            # A start makes these objects as they are. The state of the data module is loaded into
+            # it before it makes loaders.
+            held.declared = {name: held.declared[name] for name in held.declared if name == DATA}
+        states, _ = self.declared.take(held)
+        taken: dict[str, Any] = {"declared": states}
         if self.keeps_undeclared:
-            objects = value.get("objects", {})
-            self.attributes.give_back_early(held, attributes, names, device, objects)
-        states = value.get("declared", {})
-        early = {name: states[name] for name in states if name.startswith(tuple(makers))}
+            self.attributes.before_loaders(held, are_made_again(trainer))
+            attributes = self.attributes.take_before_loaders(held)
+            attributes = without_halves(held, attributes, self.not_kept.packages)
+            taken["attributes"] = attributes
+            taken["objects"] = self.attributes.objects_of(held, attributes)
+        return taken
+
+    def give_back_to_makers(self, trainer: Trainer, value: Mapping[str, Any]) -> None:
+        """Give the data module, and a module that makes loaders itself, what these are made of.
+
+        Args:
+            trainer: It has no loaders yet.
+            value: What :meth:`take_of_makers` has returned.
+        """
+        device = trainer.strategy.root_device
+        if self.keeps_undeclared:
+            held = self._held_by_makers(trainer)
+            attributes = value.get("attributes", {})
+            self.attributes.give_back_early(held, attributes, device, value.get("objects", {}))
+            self.attributes.before_loaders(self._held_by_makers(trainer), are_made_again(trainer))
         # What cannot be loaded yet is loaded later.
-        self.declared.give_back(self._look(trainer), early, device)
+        states = value.get("declared", {})
+        self.declared.give_back(self._held_by_makers(trainer), states, device)
+
+    def with_makers_of_now(self, trainer: Trainer, value: Mapping[str, Any]) -> dict[str, Any]:
+        """What :meth:`take` has returned, but for what makes loaders: that as it is now."""
+        now = self.take_of_makers(trainer)
+        changed = dict(value)
+        for kind in ("attributes", "declared"):
+            if kind in value:
+                theirs = of_makers_among(value[kind], trainer)
+                others = {name: value[kind][name] for name in value[kind].keys() - theirs.keys()}
+                changed[kind] = others | now[kind]
+        return changed
+
+    def _held_by_makers(self, trainer: Trainer) -> Held:
+        """What they hold as it is now, and the state of the data module."""
+        held = self._look(trainer)
+        of_makers = dataclasses.replace(
+            held,
+            attributes=of_makers_among(held.attributes, trainer),
+            declared=of_makers_among(held.declared, trainer),
+        )
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if data is not None and is_overridden("state_dict", data):
+            of_makers.declared[DATA] = data
+        return of_makers
 
     def lines_of_epochs_start(self, trainer: Trainer, value: Mapping[str, Any]) -> list[str]:
         """A line for what the hooks of an epoch's start have set to something else than before the
@@ -175,3 +222,21 @@ class UsersObjects(Part):
         self._look(trainer)
         if trainer.is_global_zero:
             say(*self.not_kept.lines_of_states(refused), *self.attributes.lines_of_classes())
+
+
+def of_makers_among(values: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """Those of the values by name that belong to the data module, or to a module that makes loaders
+    itself.
+    """
+    module = trainer.lightning_module
+    maker = None
+    if trainer.datamodule is not None:  # type: ignore[attr-defined]
+        maker = DATA
+    elif is_overridden("train_dataloader", module):
+        maker = MODULE
+    return {name: values[name] for name in values if name.partition(".")[0] == maker}
+
+
+def are_made_again(trainer: Trainer) -> bool:
+    """Whether the Trainer makes loaders of the training for later epochs, too."""
+    return bool(trainer.reload_dataloaders_every_n_epochs > 0)  # type: ignore[attr-defined]

@@ -15,8 +15,6 @@ from unbroken.parts.remade import Remaking
 from unbroken.parts.undeclared.objects import Objects, held_by_several
 from unbroken.tensors.same_values import deep_copy
 
-# Attributes of these are given back before loaders are made of them.
-MAKE_LOADERS = ("data.", "module.")
 # What it raises to make a value of what it was not made of.
 DAMAGED = (TypeError, ValueError, AttributeError, ArithmeticError)
 NOTHING_NOTED: Mapping[str, Any] = {}
@@ -61,6 +59,8 @@ class PlainAttributes:
         # What it was made without, and has got back early: training had made it.
         self._made_by_training: set[str] = set()
         self._objects = Objects()
+        # Those of which loaders are made, as they were before the first were.
+        self._before_first_loaders: Mapping[str, Any] | None = None
         # Owners of another class than at the save, each with that one.
         self._of_another_class: dict[str, str] = {}
 
@@ -68,19 +68,41 @@ class PlainAttributes:
         self,
         held: Held,
         value: Mapping[str, Any],
-        names: Collection[str],
         device: torch.device,
         objects: Mapping[str, Any] = NOTHING_NOTED,
     ) -> None:
         """Give attributes back before loaders are made of them."""
-        there = {name: held.attributes[name] for name in names if name in held.attributes}
+        there = {name: held.attributes[name] for name in value if name in held.attributes}
         self._objects.note(there)
-        self._objects.pass_by(names)
-        self._made_with |= copied(there)
-        self._made_by_training |= set(names) - there.keys()
+        self._objects.pass_by(value)
+        # It may be given a second time: who asks how many steps there are makes loaders, too.
+        self._made_with = copied(there) | self._made_with
+        self._made_by_training |= value.keys() - there.keys()
         # What another attribute holds may come later.
         early = read_objects(objects)._replace(same={})
-        self._set(held, {name: value[name] for name in names}, device, early)
+        self._set(held, value, device, early)
+
+    def before_loaders(self, held: Held, are_made_again: bool) -> None:
+        """Note what the first loaders are made of.
+
+        Args:
+            held: Its attributes are those of which loaders are made.
+            are_made_again: Whether later epochs have loaders of their own.
+        """
+        if self._before_first_loaders is None:
+            now = copied(held.attributes) if are_made_again else held.attributes
+            self._before_first_loaders = self._as_a_start_makes_it(now)
+
+    def take_before_loaders(self, held: Held) -> dict[str, Any]:
+        """Copies of what loaders are made of, and what a start makes otherwise."""
+        changed = self._changed(held, self._before_first_loaders or {})
+        return {name: copied(value) for name, value in changed.items()}
+
+    def _as_a_start_makes_it(self, now: Mapping[str, Any]) -> dict[str, Any]:
+        """What there is, without what the sanity check has changed, and what was got back early."""
+        made = {**now, **self._made_with}
+        known_to_change = self._changed_by_check | self._made_by_training
+        return {name: value for name, value in made.items() if name not in known_to_change}
 
     def check_begins(self, held: Held) -> None:
         """Note the attributes before the sanity check."""
@@ -96,9 +118,7 @@ class PlainAttributes:
     def begin(self, held: Held) -> None:
         """Note the attributes when training starts, before its first epoch does."""
         self._objects.note(held.attributes)
-        fresh = copied(held.attributes) | self._made_with
-        known_to_change = self._changed_by_check | self._made_by_training
-        self.fresh = {name: value for name, value in fresh.items() if name not in known_to_change}
+        self.fresh = self._as_a_start_makes_it(copied(held.attributes))
 
     def take(self, held: Held) -> dict[str, Any]:
         """Copies of what has changed, by name."""
