@@ -168,9 +168,17 @@ class CountedData(LightningDataModule):
         return DataLoader(Numbers([self.count * 10 + n for n in range(6)]), 2)
 
 
+class StartsData(Reads):
+    """Changes the state of the data module in a hook that a resumed run calls again."""
+
+    def on_fit_start(self) -> None:
+        self.trainer.datamodule.count += 5  # type: ignore[attr-defined]
+
+
 CASES: dict[str, tuple[type[Reads], type[LightningDataModule] | None]] = {
     "takes off": (TakesOff, None),
     "state of the data module": (Reads, CountedData),
+    "state that a hook of the start changes": (StartsData, CountedData),
     "draws": (Draws, None),
     "shuffles": (Shuffles, None),
     "shuffles later": (ShufflesLater, None),

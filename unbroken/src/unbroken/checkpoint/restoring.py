@@ -254,7 +254,7 @@ class Restoring:
         # checkpoint is another library's.
         self._resume: Resume | None = None
         self._before_hooks: list[BeforeHooks] = []
-        # That of the data module, which has an earlier one as it makes loaders.
+        # That of the data module at the save. It has an earlier one as it makes loaders.
         self._state_of_data: DataState | None = None
         # Whether the resumed run makes loaders that the run before had not made.
         self._loaders_come_after_save = False
@@ -317,6 +317,7 @@ class Restoring:
         self._own_folder.training_is_resumed(resume.run_id)
         self._kept.chain.resumed_at = [*saved.get("resumed_at", []), self.loaded_step]
         self._loading.resume_at(resume.data_start)
+        self._state_of_data = DataState(trainer)
         self._take_seeds_of(resume)
         # A run that had stopped early stays so, unless a setting was changed. But a validation that
         # it was stopped in comes first.
@@ -443,7 +444,7 @@ class Restoring:
     def _note_loaded(self, trainer: Trainer) -> None:
         # What a module or callback saves and loads by hooks of its own comes last: to give back the
         # others may call code that counts it.
-        kinds = (WeightValues, CallbackStates, DataState, ExtraStates, OwnEntries)
+        kinds = (WeightValues, CallbackStates, ExtraStates, OwnEntries)
         self._before_hooks = [kind(trainer) for kind in kinds]
 
     def before_loaders(self, trainer: Trainer) -> None:
@@ -457,8 +458,6 @@ class Restoring:
                 # It may choose the data of the new epoch.
                 kept.objects.before_epoch_starts(trainer)
             return
-        if self._state_of_data is None:
-            self._state_of_data = DataState(trainer)
         saved = self._resume.mine(trainer).get(noted.name, {})
         noted.return_to_before_loaders(trainer, saved, self._resume.data_start.epoch)
         self._loaders_come_after_save = NEXT_LOADERS in saved

@@ -127,8 +127,6 @@ class UsersObjects(Part):
             say(*lines)
         return taken
 
-    # What is given back
-
     # What loaders are made of
 
     def take_of_makers(self, trainer: Trainer) -> dict[str, Any]:
@@ -190,6 +188,8 @@ class UsersObjects(Part):
         if data is not None and is_overridden("state_dict", data):
             of_makers.declared[DATA] = data
         return of_makers
+
+    # What is given back
 
     def lines_of_epochs_start(self, trainer: Trainer, value: Mapping[str, Any]) -> list[str]:
         """A line for what the hooks of an epoch's start have set to something else than before the
