@@ -13,7 +13,7 @@ from unbroken.parts.held import Held, changeable_of_class, not_kept_of, package_
 from unbroken.parts.plain_values import DELETED, copied, is_unchanged, name_of
 from unbroken.parts.remade import Remaking
 from unbroken.parts.undeclared.objects import Objects, held_by_several
-from unbroken.tensors.same_values import deep_copy
+from unbroken.tensors.same_values import deep_copy, is_same
 
 # What it raises to make a value of what it was not made of.
 DAMAGED = (TypeError, ValueError, AttributeError, ArithmeticError)
@@ -191,6 +191,11 @@ class PlainAttributes:
             device: The accelerator.
             objects: What :meth:`objects_of` has returned.
         """
+        # What was kept and is as this start makes it was changed by a sanity check, which a resumed
+        # run has not. It is kept again.
+        for name in value.keys() & self.fresh.keys():
+            if is_same(value[name], self.fresh[name]):
+                del self.fresh[name]
         self._set(held, value, device, read_objects(objects))
 
     def _set(
