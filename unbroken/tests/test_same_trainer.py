@@ -801,13 +801,13 @@ def test_a_hook_that_failed_in_an_earlier_cell_changes_nothing_in_later_loaders(
         with pytest.raises(ValueError, match="not yet"):
             Trainer(**QUIET).fit(Fails(None))
     assert "__old__init__" in vars(DataLoader)
-    look: list[Any] = []
+    pickled: list[bytes] = []
 
     def keep(loader: Any, epoch: int) -> None:
-        look.append(pickle.dumps(loader))
+        pickled.append(pickle.dumps(loader))
 
     read_by(Reads(keep), plain_loader, ExactCheckpoint("r"), max_epochs=1)
-    assert look
+    assert pickled
     assert [DataLoader.__init__, DataLoader.__setattr__, BatchSampler.__init__] == methods
     assert "__old__init__" not in vars(DataLoader)
     assert "may not be exact" not in capsys.readouterr().out

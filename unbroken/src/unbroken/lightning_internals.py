@@ -387,8 +387,8 @@ def makes_loaders_now(trainer: Trainer) -> bool:
     """Whether the fit loop is about to ask for the training's loaders: it has none yet, or makes
     them anew.
 
-    Buys that their maker draws the same in a resumed run (``BeforeHooksOfEpoch``). Public way
-    missing: each epoch's start calls ``setup_data``, which decides.
+    Buys that their maker finds in a resumed run what it found before (``BeforeHooksOfEpoch``).
+    Public way missing: each epoch's start calls ``setup_data``, which decides.
     """
     loop: Any = trainer.fit_loop
     return loop._combined_loader is None or bool(loop._should_reload_train_dl)

@@ -131,12 +131,12 @@ class UsersObjects(Part):
 
     def take_of_makers(self, trainer: Trainer) -> dict[str, Any]:
         """Before loaders are made: what the data module, or a module that makes them itself, holds
-        otherwise than a start makes it.
+        and a new process would have with other values by then.
         """
         held = self._held_by_makers(trainer)
         if trainer.current_epoch == 0:
-            # A start makes these objects as they are. The state of the data module is loaded into
-            # it before it makes loaders.
+            # A new process makes the others as they are. Into the data module Lightning loads the
+            # state of the save before it makes loaders.
             held.declared = {name: held.declared[name] for name in held.declared if name == DATA}
         states, _ = self.declared.take(held)
         taken: dict[str, Any] = {"declared": states}

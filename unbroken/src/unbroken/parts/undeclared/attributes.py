@@ -59,7 +59,7 @@ class PlainAttributes:
         # What it was made without, and has got back early: training had made it.
         self._made_by_training: set[str] = set()
         self._objects = Objects()
-        # Those of which loaders are made, as they were before the first were.
+        # Those of which loaders are made, as they were before the first loaders.
         self._before_first_loaders: Mapping[str, Any] | None = None
         # Owners of another class than at the save, each with that one.
         self._of_another_class: dict[str, str] = {}
@@ -94,12 +94,16 @@ class PlainAttributes:
             self._before_first_loaders = self._as_a_start_makes_it(now)
 
     def take_before_loaders(self, held: Held) -> dict[str, Any]:
-        """Copies of what loaders are made of, and what a start makes otherwise."""
+        """Copies of those attributes of which loaders are made, and which a new process has with
+        other values by then.
+        """
         changed = self._changed(held, self._before_first_loaders or {})
         return {name: copied(value) for name, value in changed.items()}
 
     def _as_a_start_makes_it(self, now: Mapping[str, Any]) -> dict[str, Any]:
-        """What there is, without what the sanity check has changed, and what was got back early."""
+        """``now`` as the user's code alone makes it in a new process: what was given back early is as
+        it was made, and what a sanity check has changed or training has made is left out.
+        """
         made = {**now, **self._made_with}
         known_to_change = self._changed_by_check | self._made_by_training
         return {name: value for name, value in made.items() if name not in known_to_change}
