@@ -101,8 +101,8 @@ class PlainAttributes:
         return {name: copied(value) for name, value in changed.items()}
 
     def _as_a_start_makes_it(self, now: Mapping[str, Any]) -> dict[str, Any]:
-        """``now`` as the user's code alone makes it in a new process: what was given back early is as
-        it was made, and what a sanity check has changed or training has made is left out.
+        """``now`` as the user's code alone makes it in a new process: what was given back early is
+        as it was made, and what a sanity check has changed or training has made is left out.
         """
         made = {**now, **self._made_with}
         known_to_change = self._changed_by_check | self._made_by_training
