@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import multiprocessing
 import os
 import random
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from enum import IntEnum
 from itertools import islice
 from pathlib import Path
@@ -2083,6 +2085,42 @@ def test_torch_does_not_miss_killed_workers_whose_loader_somebody_still_holds() 
     subprocess.run([sys.executable, "-c", ""], check=True)
     assert multiprocessing.active_children() == []
     del batches
+
+
+class HoldsLock(Numbers):
+    """Its worker holds, most of the time, a lock that torch takes to tell workers to end."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        frame = inspect.currentframe()
+        while frame is not None and "done_event" not in frame.f_locals:
+            frame = frame.f_back
+        assert frame is not None
+        is_done = frame.f_locals["done_event"].is_set
+
+        def ask() -> None:
+            while True:
+                is_done()
+
+        threading.Thread(target=ask, daemon=True).start()
+        return super().__getitem__(index)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("thread", ["main", "another"])
+def test_nobody_waits_for_a_lock_that_a_killed_worker_held(thread: str) -> None:
+    def kill() -> None:
+        for _ in range(6):
+            with workers_end_with_block():
+                batches = iter(DataLoader(HoldsLock(1), num_workers=1))
+                next(batches)
+
+    if thread == "main":
+        kill()
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(kill).result()
+    subprocess.run([sys.executable, "-c", ""], check=True)
+    assert multiprocessing.active_children() == []
 
 
 def test_trying_a_state_leaves_the_loader_and_the_generators_alone() -> None:

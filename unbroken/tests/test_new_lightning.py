@@ -323,6 +323,7 @@ OF_OBJECTS: dict[tuple[str, str], Callable[[], Any]] = {
     ("_ChildProcessObserver", "_child_processes"): observer,
     ("DataLoader", "_iterator"): of("torch.utils.data.DataLoader", [1]),
     ("_MultiProcessingDataLoaderIter", "_index_queues"): with_workers,
+    ("_MultiProcessingDataLoaderIter", "_workers"): with_workers,
     ("LightningModule", "_param_requires_grad_state"): of("lightning.pytorch.LightningModule"),
     ("Module", "_non_persistent_buffers_set"): of("torch.nn.ReLU"),
     ("Module", "_compiled_call_impl"): of("torch.nn.ReLU"),

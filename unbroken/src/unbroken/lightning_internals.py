@@ -9,6 +9,7 @@ or losing a sum later.
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import importlib.metadata
 import inspect
@@ -17,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from multiprocessing.process import BaseProcess
 from operator import attrgetter
 from pathlib import Path
 from types import MethodType
@@ -43,6 +45,7 @@ from lightning.pytorch.trainer.connectors import callback_connector
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from unbroken.errors import UserError
 from unbroken.tensors.same_values import is_ordinary, is_same
 from unbroken.tensors.unsized import CANNOT_BE_AVERAGED, has_lazy_layers
@@ -103,7 +106,11 @@ NAMES = {
     "torchmetrics": ["Metric.update_count"],
     "torch": ["Tensor._version"],
     "torch.utils.data": ["DataLoader._get_iterator"],
-    "torch.utils.data.dataloader": ["_MultiProcessingDataLoaderIter._mark_worker_as_unavailable"],
+    "torch.utils.data.dataloader": [
+        "_BaseDataLoaderIter",
+        "_MultiProcessingDataLoaderIter._mark_worker_as_unavailable",
+        "_MultiProcessingDataLoaderIter._shutdown_workers",
+    ],
     "torch._utils": ["ExceptionWrapper"],
     "multiprocessing.queues": ["Queue._on_queue_feeder_error"],
     "torch.nn": ["Module._compiled_call_impl", "Module._call_impl"],
@@ -475,6 +482,24 @@ def queues_to_workers(batches: Any) -> list[Any]:
     the iterator alone.
     """
     return getattr(batches, "_index_queues", [])
+
+
+def let_go_of_workers(workers: Iterable[BaseProcess]) -> None:
+    """Let torch shut down the iterators of loaders that have these workers, without waiting for the
+    workers themselves. They can be killed then.
+
+    Buys: torch tells workers to end through locks, and a worker that is killed may hold one, so
+    that torch would wait for ever. It would also end the run, because a worker has died. Public way
+    missing: torch waits five seconds for each worker.
+    """
+    ending = set(workers)
+    for iterator in gc.get_objects():
+        # Some objects pretend to be of another class, and import a package when they are asked.
+        if not issubclass(type(iterator), _BaseDataLoaderIter):
+            continue
+        if not ending.isdisjoint(getattr(iterator, "_workers", [])):
+            iterator._workers = []
+            iterator._shutdown_workers()
 
 
 def tell_what_cannot_be_sent() -> None:

@@ -2,12 +2,10 @@
 
 import atexit
 import functools
-import gc
 import multiprocessing
 import os
 import signal
 import threading
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker, spawn
@@ -15,7 +13,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch.utils import data
-from unbroken.lightning_internals import queues_to_workers, tell_what_cannot_be_sent
+from unbroken.lightning_internals import (
+    let_go_of_workers,
+    queues_to_workers,
+    tell_what_cannot_be_sent,
+)
 from unbroken.stopping.signals import STOP_SIGNALS
 
 # The iterators of loaders with workers, and the queues of each. See :func:`iterate`.
@@ -135,24 +137,15 @@ def end_workers() -> None:
     """Kill the workers that are left. Python would wait for them, since they ignore the signal that
     it sends.
     """
-    _ignore_ended_children()
-    for worker in multiprocessing.active_children():
-        if worker.daemon:
-            worker.kill()
+    _kill([worker for worker in multiprocessing.active_children() if worker.daemon])
 
 
 @contextmanager
 def workers_end_with_block() -> Iterator[None]:
-    """Kill the workers that are started inside, and let go of their loaders, which would wait for
-    them for seconds. Workers that start later would inherit these loaders.
-    """
+    """Kill the workers that are started inside. Their loaders would wait for them for seconds."""
     before = multiprocessing.active_children()
     try:
         yield
-    except Exception as error:
-        # The frames of its traceback hold the loaders.
-        traceback.clear_frames(error.__traceback__)
-        raise
     finally:
         _kill([each for each in multiprocessing.active_children() if each not in before])
 
@@ -160,26 +153,8 @@ def workers_end_with_block() -> Iterator[None]:
 def _kill(workers: list[multiprocessing.process.BaseProcess]) -> None:
     if not workers:
         return
-    # Signal handlers belong to the main thread. Elsewhere loaders wait for their workers.
-    can_kill = threading.current_thread() is threading.main_thread()
-    handler = _ignore_ended_children() if can_kill else None
-    if can_kill:
-        for worker in workers:
-            worker.kill()
-        # Torch misses an ended worker until somebody has waited for it.
-        for worker in workers:
-            worker.join()
-    # A loader takes its workers off torch's list as it goes.
-    gc.collect()
-    if handler is not None:
-        signal.signal(signal.SIGCHLD, handler)
-
-
-def _ignore_ended_children() -> Any:
-    """Torch's handler would raise an error because a worker is killed. Returns the handler.
-
-    Windows has no such signal.
-    """
-    if not hasattr(signal, "SIGCHLD"):
-        return None
-    return signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    let_go_of_workers(workers)
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join()
