@@ -43,6 +43,10 @@ LONG = {
 }
 
 
+# The modules of all tests that were collected.
+NAMES_OF_TESTS: set[str] = set()
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """At most two tests at a time, because each of them may need more than a gigabyte of memory."""
     return min(2, os.cpu_count() or 1)
@@ -145,6 +149,13 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.enable()
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Note the names of all tests' modules, for :func:`modules_of_a_user`."""
+    NAMES_OF_TESTS.update(
+        item.module.__name__ for item in session.items if isinstance(item, pytest.Function)
+    )
+
+
 def variants_of(items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
     """The variants of each test that is marked ``daily``, by the name of its function; those that
     are nightly already are not counted.
@@ -206,6 +217,26 @@ def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     # Processes that later tests start would inherit an ignored signal.
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
+def _modules_of_a_user(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all tests' modules a run in this process finds the test's own alone, and those whose
+    classes and functions it uses.
+
+    A run goes over the global variables of all modules of the user's own at each save. A user has
+    some of them, the tests have thousands.
+    """
+    from unbroken.holding import users_modules
+
+    usual = users_modules._users_among
+    used = {getattr(value, "__module__", "") for value in vars(request.module).values()}
+    others = NAMES_OF_TESTS - used - {request.module.__name__}
+
+    def users_among(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for name in usual(names) if name not in others)
+
+    monkeypatch.setattr(users_modules, "_users_among", users_among)
 
 
 @pytest.fixture
