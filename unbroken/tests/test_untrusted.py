@@ -996,6 +996,35 @@ def test_a_network_saved_in_half_precision_is_made(name: str, tmp_path: Path) ->
         network()
 
 
+def jagged(count: int) -> Any:
+    return torch.nested.nested_tensor([torch.ones(count)], layout=torch.jagged)
+
+
+KINDS_OF_TENSORS = {
+    "coo": lambda count: torch.sparse_coo_tensor(
+        torch.arange(count)[None], torch.ones(count), (10**9,)
+    ),
+    "csr": lambda count: torch.ones(1, count).to_sparse_csr(),
+    "nested": lambda count: torch.nested.nested_tensor([torch.ones(count)]),
+    "jagged": jagged,
+    "MKL-DNN": lambda count: torch.ones(count).to_mkldnn(),
+    "quantized": lambda count: torch.quantize_per_tensor(torch.ones(count), 0.1, 0, torch.quint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta|invariant checks|deprecated)")
+@pytest.mark.parametrize("kind", KINDS_OF_TENSORS)
+def test_tensors_of_any_kind_are_made_unless_they_are_too_large(kind: str, tmp_path: Path) -> None:
+    """The network of a colleague may hold the graph of a data set."""
+    path = tmp_path / "theirs.ckpt"
+    path.write_bytes(bytes(1000))
+    make = KINDS_OF_TENSORS[kind]
+    with bounded_by(path, 1):
+        assert make(1000).numel() >= 1000
+    with pytest.raises(UserError, match="larger layers than the file holds"), bounded_by(path, 1):
+        make(2**25)
+
+
 # What people do with files of their own
 
 

@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from unbroken.errors import UserError
 from unbroken.lightning_internals import operations_in, takes_device
+from unbroken.tensors.same_values import is_ordinary, tensors_inside
 
 # A network may take this many times the bytes of its file: it may be saved in half precision, and
 # have buffers that are not saved. For a small one, some memory is free.
@@ -45,17 +47,16 @@ def bounded_by(path: Path, tensors: int) -> Iterator[None]:
     def count(operation: Any, arguments: Any, named: dict[str, Any]) -> Any:
         nonlocal left, tensors_left
         given = [each for each in arguments if isinstance(each, Tensor)]
-        makes_new = not given and takes_device(operation)
-        if makes_new:
-            # A tensor on this device has a size and no memory.
-            left -= taken(operation(*arguments, **{**named, "device": "meta"}), given)
+        told_before = 0
+        if not given and takes_device(operation):
+            told_before = size_of_result(operation, arguments, named)
+        left -= told_before
         if left < 0:
             raise refusal
         result = operation(*arguments, **named)
-        size = taken(result, given)
+        size = told_before or taken(result, given)
+        left -= size - told_before
         tensors_left -= size > 0
-        if not makes_new:
-            left -= size
         if min(left, tensors_left) < 0:
             raise refusal
         return result
@@ -67,17 +68,28 @@ def bounded_by(path: Path, tensors: int) -> Iterator[None]:
         raise refusal
 
 
+def size_of_result(operation: Any, arguments: Any, named: dict[str, Any]) -> int:
+    """The bytes that an operation will take for its result; 0 where only the result tells."""
+    try:
+        # A tensor on this device has a size and no memory.
+        result = operation(*arguments, **{**named, "device": "meta"})
+        return sum(storage.nbytes() for storage in storages_of(result))
+    except (RuntimeError, TypeError):
+        return 0
+
+
 def taken(result: Any, given: list[Tensor]) -> int:
     """The bytes of a new tensor; 0 for what shares the memory of those that were given."""
-    if not isinstance(result, Tensor):
+    if not isinstance(result, Tensor) or result.is_meta or any(each is result for each in given):
         return 0
-    if result.is_meta:
-        return result.numel() * result.element_size()
-    if any(each is result or shares_memory(each, result) for each in given):
-        return 0
-    return result.untyped_storage().nbytes()
+    with_memory = [each for each in given if not each.is_meta]
+    theirs = {storage.data_ptr() for each in with_memory for storage in storages_of(each)}
+    mine = [storage for storage in storages_of(result) if storage.data_ptr() not in theirs]
+    return sum(storage.nbytes() for storage in mine)
 
 
-def shares_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether one tensor is a view of the other."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+def storages_of(tensor: Tensor) -> list[torch.UntypedStorage]:
+    """Where a tensor's numbers are. A sparse or nested one has several such places."""
+    is_dense = tensor.layout == torch.strided and is_ordinary(tensor)
+    parts = (tensor,) if is_dense else tensors_inside(tensor)
+    return [part.untyped_storage() for part in parts]
