@@ -42,7 +42,7 @@ TINY = [
 # This run has about 100 steps and is over in a second or two.
 SMALL = [
     *("--data.source", "sample"),
-    *("--data.train_samples", "3200", "--data.val_samples", "200", "--data.test_samples", "200"),
+    *("--data.train_samples", "1600", "--data.val_samples", "200", "--data.test_samples", "200"),
     *("--data.batch_size", "64", "--max_epochs", "3", "--log_every_n_steps", "5"),
     # Most of such a run's time would be that of a larger network.
     *("--model.network", "MLP", "--model.network.hidden", "[32]"),
@@ -306,6 +306,7 @@ def two_rank_run() -> Path:
     Each process takes half of a batch of 64.
     """
     flags = ["--data.batch_size", "32", "--data.test_samples", "199"]
+    flags += ["--data.train_samples", "3200"]
     flags += ["--model.schedule", "constant"]
     # Every rank would draw its own shifts.
     flags += ["--data.shift_pixels", "0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import logging
 import os
@@ -10,6 +11,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from importlib import metadata
 from multiprocessing.queues import Queue
 from pathlib import Path
 from typing import Any
@@ -42,6 +44,9 @@ LONG = {
     )
 }
 
+
+# Each Trainer asks every installed package whether it brings callbacks.
+ENTRY_POINTS = functools.cache(metadata.entry_points)
 
 # The modules of all tests that were collected.
 NAMES_OF_TESTS: set[str] = set()
@@ -196,11 +201,13 @@ def is_nightly(config: pytest.Config) -> bool:
 @pytest.fixture(autouse=True)
 def _no_surprises(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     no_surprises(monkeypatch)
+    from lightning.fabric.utilities import registry
     from unbroken.lightning_internals import unwrap_classes_of_loaders
     from unbroken.stopping.signals import STOP_SIGNALS
 
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     environment = dict(os.environ)
+    monkeypatch.setattr(registry, "entry_points", ENTRY_POINTS)
     # What a loader's worker replaces in its own process, where a test prepares one in this process.
     monkeypatch.setattr(Queue, "_on_queue_feeder_error", vars(Queue)["_on_queue_feeder_error"])
     yield

@@ -236,6 +236,7 @@ class FillsTheDisk(Callback):
             self.filler.unlink()
 
 
+@pytest.mark.nightly
 def test_a_disk_that_is_full_for_a_while_ends_no_run_and_loses_no_row(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -245,7 +246,7 @@ def test_a_disk_that_is_full_for_a_while_ends_no_run_and_loses_no_row(
     if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("a small disk needs the right to mount one")
     flags = [*SMALL, "--max_epochs", "1", "--log_every_n_steps", "1", "--checkpoint_every", "2"]
-    flags += ["--logger", "false"]
+    flags += ["--logger", "false", "--data.train_samples", "3200"]
     try:
         assert fit.main([*flags, "--run_name", "undisturbed"]) == 0
         capsys.readouterr()

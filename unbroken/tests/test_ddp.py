@@ -31,6 +31,7 @@ from tests.commands import (
 
 def test_two_ranks_train_what_one_trains_in_one_folder(workplace: Path) -> None:
     steady = [*SMALL, *WHOLE_NETWORK, "--model.schedule", "constant", "--data.shift_pixels", "0"]
+    steady += ["--data.train_samples", "3200"]
     assert fit.main([*steady, "--run_name", "one"]) == 0
     two = two_rank_run()
     assert summary(two)["world_size"] == 2

@@ -473,7 +473,7 @@ NO_SETTINGS = ["- a", "hello", "1: 2", "trainer:", "trainer:\n\tdevices: 1", "ma
 NO_SETTINGS += ["optimizer: Adam", "data: {x: 1}\ndata: {y: 1}", "data: {a: {x: 1, 'x': 2}}"]
 
 
-@pytest.mark.daily(8)
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("text", [*NOT_TAKEN, *NO_SETTINGS])
 def test_what_is_wrong_in_the_default_file_is_told_as_that_of_a_config_file_and_names_it(
     default_yaml: Path, capsys: pytest.CaptureFixture[str], text: str

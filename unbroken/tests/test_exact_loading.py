@@ -689,7 +689,7 @@ class AsksOnArrival(Numbers):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="sends a signal")
-@pytest.mark.daily(1)
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_worker_that_imports_the_main_module_ignores_what_asks_it_to_stop(
@@ -2106,10 +2106,10 @@ class HoldsLock(Numbers):
 
 
 @pytest.mark.timeout(60)
-@pytest.mark.parametrize("thread", ["main", "another"])
-def test_nobody_waits_for_a_lock_that_a_killed_worker_held(thread: str) -> None:
+@pytest.mark.parametrize(("thread", "times"), [("main", 6), ("another", 1)])
+def test_nobody_waits_for_a_lock_that_a_killed_worker_held(thread: str, times: int) -> None:
     def kill() -> None:
-        for _ in range(6):
+        for _ in range(times):
             with workers_end_with_block():
                 batches = iter(DataLoader(HoldsLock(1), num_workers=1))
                 next(batches)

@@ -174,7 +174,7 @@ def test_what_a_person_sees_names_accuracy_time_and_the_next_command(finished: P
     for part in (
         "precision bf16-mixed",
         "235,146 parameters",
-        "3,200 training samples",
+        "1,600 training samples",
         "data sample",
         "test/accuracy",
     ):
@@ -400,7 +400,7 @@ def test_a_run_that_was_made_longer_and_killed_is_not_finished(
     capsys.readouterr()
     assert fit.main(longer) == 0
     assert "already finished" not in capsys.readouterr().out
-    assert summary(Path("checkpoints/a"))["steps"] == 150
+    assert summary(Path("checkpoints/a"))["steps"] == 75
 
 
 @pytest.mark.nightly
@@ -726,7 +726,7 @@ def test_a_terminal_of_80_columns_keeps_every_epochs_line_and_says_why_training_
         *("epoch 1/9", "epoch 2/9"),
     ]
     (bar, *_) = [line for line in lines if "train/loss" in line and "%" in line]
-    assert re.search(r"epoch 1: .*/900 \[\d\d:\d\d<\d\d:\d\d", bar), (
+    assert re.search(r"epoch 1: .*/450 \[\d\d:\d\d<\d\d:\d\d", bar), (
         "the time left of the whole run"
     )
     # It is longer than 80 columns, and broken between words.
@@ -836,8 +836,8 @@ def test_callbacks_of_yours_that_are_always_on_take_part_in_a_run(
     with pytest.warns(UserWarning, match=r"FailsAtTheEnd could not .* \(OSError: no room\)"):
         assert fit.main([*SMALL, "--max_epochs", "1", "--run_name", "r"]) == 0
     facts = summary(Path("checkpoints/r"))
-    assert facts["mine/steps"] == facts["steps"] == 50
-    assert Path("checkpoints/r/mine.txt").read_text() == "50"
+    assert facts["mine/steps"] == facts["steps"] == 25
+    assert Path("checkpoints/r/mine.txt").read_text() == "25"
 
 
 @pytest.mark.parametrize(("limit", "samples"), [([], "200"), (["--limit_test_batches", "1"], "")])

@@ -225,7 +225,7 @@ def assert_ends_alike(resumed: Any, undisturbed: Any) -> None:
         assert torch.equal(mine, theirs)
 
 
-@pytest.mark.daily(6)
+@pytest.mark.daily(4)
 @pytest.mark.parametrize("what", CASES)
 @pytest.mark.parametrize("reload", [1, 0])
 @pytest.mark.parametrize("killed_at", [8, 2, 4])
@@ -239,7 +239,7 @@ def test_loaders_are_made_of_what_their_maker_held(
     assert "other samples" not in capsys.readouterr().out
 
 
-@pytest.mark.daily(2)
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("what", CASES)
 def test_a_training_that_is_made_longer_makes_the_loaders_of_its_next_epoch(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -27,7 +27,8 @@ from tests.promises import SEARCHED
 from tests.store_servers import KINDS, Server, free_port, python_with_stores, sftp
 
 pytestmark = pytest.mark.nightly
-FLAGS = [*SMALL, "--checkpoint_every", "10"]
+# Enough steps for the uploads that are killed.
+FLAGS = [*SMALL, "--data.train_samples", "3200", "--checkpoint_every", "10"]
 
 
 @pytest.fixture(scope="module")

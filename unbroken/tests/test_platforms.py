@@ -11,7 +11,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numerals
 import pytest
@@ -83,7 +82,8 @@ def draw_digit(path: Path) -> None:
 def python(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a Python in which the names are hidden from the start."""
     plug_in = place / "plug_in"
-    environment = {**os.environ, "PYTHONPATH": f"{plug_in}{os.pathsep}{SEARCHED}"}
+    searched = f"{plug_in}{os.pathsep}{SEARCHED}"
+    environment = {**os.environ, "PYTHONPATH": searched, "WANDB_MODE": "disabled"}
     return complete(
         [sys.executable, *words], timeout=280, cwd=place, env=environment, start_up=plug_in
     )
@@ -94,25 +94,17 @@ def failures(done: subprocess.CompletedProcess[str]) -> str:
     return f"{done.stderr}\n{done.stdout[-2000:]}"
 
 
-# These take long.
-NIGHTLY = ("__main__", "benchmark", "export", "runs", "sweep", "tune")
+@pytest.fixture(scope="module")
+def place_with_a_run(place: Path) -> Path:
+    """The same folder, when a run has been trained and made longer in it."""
+    run_command("fit", place)
+    return place
 
 
-def commands() -> list[Any]:
-    """The names of all commands."""
-    found = []
-    for name in COMMANDS:
-        marks = pytest.mark.nightly if name in NIGHTLY else ()
-        found.append(pytest.param(name, marks=marks))
-    return found
-
-
-@pytest.mark.parametrize("name", commands())
-def test_every_command_runs_without_what_linux_alone_has(name: str, place: Path) -> None:
-    if name in NIGHTLY and not (place / "checkpoints").is_dir():
-        # Some of these need a run.
-        run_command("fit", place)
-    run_command(name, place)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", [name for name in COMMANDS if name != "fit"])
+def test_every_command_runs_without_what_linux_alone_has(name: str, place_with_a_run: Path) -> None:
+    run_command(name, place_with_a_run)
 
 
 def run_command(name: str, place: Path) -> None:
@@ -128,11 +120,13 @@ def test_workers_read_data_without_what_linux_alone_has(place: Path) -> None:
     assert done.returncode == 0, failures(done)
 
 
-def test_no_link_is_needed_and_none_is_left(system: str, place: Path) -> None:
+@pytest.mark.nightly
+def test_no_link_is_needed_and_none_is_left(system: str, place_with_a_run: Path) -> None:
     if system != "windows":
         pytest.skip("macOS has links")
-    assert (place / "checkpoints" / "first" / "best.ckpt").is_file()
-    assert not [path for path in (place / "checkpoints").rglob("*") if path.is_symlink()]
+    checkpoints = place_with_a_run / "checkpoints"
+    assert (checkpoints / "first" / "best.ckpt").is_file()
+    assert not [path for path in checkpoints.rglob("*") if path.is_symlink()]
 
 
 def test_every_text_file_names_its_encoding() -> None:

@@ -228,7 +228,7 @@ def test_data_on_the_device_give_the_weights_of_data_on_the_host_also_after_a_st
         sys.executable,
         "-m",
         "tests.interrupted",
-        "30",
+        "15",
         "SIGTERM",
         "--run_name",
         "stopped",

@@ -126,6 +126,7 @@ def train(folder: str, make: Callable[[], Regression], *further: Any) -> Any:
     return module
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("make", [Relabels, RelabelsSome])
 def test_a_state_that_a_data_set_declares_is_kept_though_a_loader_alone_holds_it(
     workplace: Path, capsys: pytest.CaptureFixture[str], make: Any

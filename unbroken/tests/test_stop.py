@@ -166,7 +166,7 @@ def test_a_signal_in_the_final_test_ends_it_and_auto_finishes_the_run(
     assert fit.main(["--run_name", "r", "--ckpt_path", "auto"]) == 0
     facts = summary(Path("checkpoints/r"))
     assert facts["finished"]
-    assert facts["steps"] == 50
+    assert facts["steps"] == 25
     assert facts["test/accuracy"] > 0.3
 
 

@@ -219,13 +219,18 @@ def test_a_run_starts_without_wandb_launch_unless_it_has_staged_inputs(tmp_path:
         assert "Problem" not in (folder / "logs" / "debug.log").read_text()
 
 
-def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints" / "small"
+def resumed_run(place: Path) -> tuple[Path, str]:
+    """Make a finished run longer. Returns its folder, and the printed line that publishes it."""
+    folder = place / "checkpoints" / "small"
     shutil.copytree(reported_run(), folder, symlinks=True)
-    done = run(
-        "fit", "--run_name", "small", "--ckpt_path", "last", "--max_epochs", "4", cwd=tmp_path
-    )
+    done = run("fit", "--run_name", "small", "--ckpt_path", "last", "--max_epochs", "4", cwd=place)
     assert done.returncode == 0, done.stderr
+    (publish,) = [line for line in done.stdout.splitlines() if "wandb sync" in line]
+    return folder, publish
+
+
+def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
+    folder, publish = resumed_run(tmp_path)
     first, second = (wandb_records(part) for part in wandb_folders(folder))
     assert of_type(first, "run")[0]["run_id"] == of_type(second, "run")[0]["run_id"]
     last = max(
@@ -240,11 +245,15 @@ def test_a_resumed_run_goes_on_in_the_same_wandb_run(tmp_path: Path) -> None:
     ]
     assert steps == sorted(steps)
     assert steps[0] > last
-    (publish,) = [line for line in done.stdout.splitlines() if "wandb sync" in line]
     assert (
         publish
         == "  wandb sync checkpoints/small/wandb/offline-run-*   # publish this run's dashboard"
     )
+
+
+@pytest.mark.nightly
+def test_the_printed_line_publishes_a_resumed_run_as_a_whole(tmp_path: Path) -> None:
+    folder, publish = resumed_run(tmp_path)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with closing(StandIn()) as server:
         environ = {**os.environ, **server.environment, "PATH": path}

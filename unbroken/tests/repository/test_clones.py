@@ -63,6 +63,7 @@ def dead_links(clone: Path) -> list[str]:
     return found
 
 
+@pytest.mark.daily(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_a_renamed_clone_has_no_leftovers_and_its_style(clone: Path, form: str) -> None:
     assert rename(Clone(clone, "project"), [NAME, "--library", form]) == 0

@@ -447,6 +447,7 @@ def test_the_notebook_is_committed_without_outputs() -> None:
         assert cell["execution_count"] is None
 
 
+@pytest.mark.nightly
 def test_the_cells_of_the_notebook_show_an_exact_resume(tmp_path: Path) -> None:
     cells = ["".join(cell["source"]) for cell in code_cells()]
     in_a_folder_of_the_test = f"import tempfile\ntempfile.tempdir = {str(tmp_path)!r}"
