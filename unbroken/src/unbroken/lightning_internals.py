@@ -47,7 +47,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.data import BatchSampler, DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from unbroken.errors import UserError
-from unbroken.tensors.same_values import is_ordinary, is_same
+from unbroken.tensors.same_values import is_same, is_strided
 from unbroken.tensors.unsized import CANNOT_BE_AVERAGED, has_lazy_layers
 
 # Where layers, weights and optimizers have the hooks that were registered. Public way missing: none
@@ -722,10 +722,10 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
     Buys a look whether a validation changes weights, without a copy of them. Public way missing: a
     tensor tells its version under this name alone.
     """
-    # A sparse or nested tensor has no memory of its own.
-    is_dense = tensor.layout == torch.strided and is_ordinary(tensor)
-    place = tensor.data_ptr() if is_dense else id(tensor)
-    return place, tensor._version
+    # A sparse or nested tensor has no memory of its own. On the device "meta" none has.
+    place = tensor.data_ptr() if is_strided(tensor) else id(tensor)
+    # One that was made in inference mode cannot be changed in place outside of it.
+    return place, 0 if tensor.is_inference() else tensor._version
 
 
 # Validations by the clock

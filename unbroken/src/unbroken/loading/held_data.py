@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import data
 from unbroken.loading.samplers import is_stream, samplers_within, source_of
+from unbroken.tensors.same_values import is_strided
 
 # Entries that are looked at of everything that has one for each sample, evenly spaced.
 MOST_ENTRIES = 64
@@ -92,7 +93,7 @@ def _tell_entries_of(owner: Any, length: int | None) -> Iterator[Any]:
 
 def _tell_entries(values: Any, length: int | None) -> Iterator[Any]:
     """Some entries of what lies in memory: a list, a tensor, an array, a table of pandas."""
-    if isinstance(values, Tensor) and values.layout != torch.strided:
+    if isinstance(values, Tensor) and not is_strided(values):
         return
     read = _reader_of(values)
     if not length or read is None:
@@ -160,7 +161,7 @@ def _some_of(row: Any) -> Any:
 
 
 def _length_of(value: Any) -> int | None:
-    try:
+    # Most values have no length, and the class of one may raise what it likes.
+    with suppress(Exception):
         return len(value)
-    except (TypeError, NotImplementedError):
-        return None
+    return None

@@ -33,6 +33,7 @@ from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Callback, LightningDataModule, Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
@@ -47,6 +48,7 @@ from unbroken.lightning_internals import (
     HOOKS_OF_LAYERS,
     HOOKS_OF_OPTIMIZERS,
     HOOKS_OF_WEIGHTS,
+    buffers_left_out,
 )
 from unbroken.loading import ExactLoader, LiveLoader, position_of
 from unbroken.loading.order_of_sampler import kept_with_the_loader
@@ -63,6 +65,7 @@ from unbroken.loading.samplers import (
 )
 from unbroken.parts.plain_values import (
     NUMBERS_AND_TEXTS,
+    can_be_kept,
     is_plain,
     is_single,
     is_users_own,
@@ -337,7 +340,15 @@ class _Look:
             for child, each in vars(part)["_modules"].items():
                 if each is not None:
                     self.held.objects[f"{name}.{child}"] = each
+            for buffer in buffers_left_out(part):
+                self._buffer(f"{name}.{buffer}", getattr(part, buffer, None))
         self._walk(places)
+
+    def _buffer(self, name: str, value: Any) -> None:
+        """A buffer that the state dict leaves out: tell of one that no checkpoint can hold."""
+        is_lazy_one = isinstance(value, Tensor) and is_lazy(value)
+        if value is not None and not is_lazy_one and not can_be_kept(value):
+            self._tell(name, value, Inside())
 
     def data(self) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]
@@ -716,7 +727,8 @@ class _Look:
             return self._owner(name, value, inside, depth)
         inside = inside._replace(attribute=inside.attribute or name)
         if not hasattr(value, "__dict__") and not walk.names_of_slots(type(value)):
-            self._tell(name, Identity(value), inside)
+            is_set = isinstance(value, set | frozenset)
+            self._tell(name, value if is_set else Identity(value), inside)
             return []
         self._tell(name, type(value), inside)
         return self._attributes(name, value, inside, depth)

@@ -16,20 +16,12 @@ from unbroken import lightning_internals
 from unbroken.lightning_internals import version_of
 from unbroken.parts.held import Held
 from unbroken.parts.part import Part
-from unbroken.parts.plain_values import is_plain_tensor
+from unbroken.parts.plain_values import can_be_kept
 from unbroken.parts.undeclared.modules import tensors_in
 from unbroken.parts.users_objects import UsersObjects
 from unbroken.tensors.same_values import is_same
 from unbroken.tensors.written_into import is_written_into
 
-# Of the layouts that are not strided, those that load again with ``weights_only=True``
-SPARSE = (
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-)
 # A buffer that the user's code leaves out of checkpoints is kept, if it is no larger: to look
 # whether a layer has changed its statistics would cost as much.
 ALWAYS_KEPT_BYTES = 2**20
@@ -367,13 +359,6 @@ def plain_buffers(module: nn.Module) -> dict[str, Tensor | None]:
             if buffer is None or can_be_kept(buffer):
                 buffers[f"{path}.{name}" if path else name] = buffer
     return buffers
-
-
-def can_be_kept(buffer: Any) -> bool:
-    """Whether a checkpoint can hold a buffer: a dense or sparse tensor that has its size."""
-    if not isinstance(buffer, Tensor) or is_lazy(buffer) or not is_plain_tensor(buffer):
-        return False
-    return buffer.layout == torch.strided or buffer.layout in SPARSE
 
 
 def give_plain_buffers(

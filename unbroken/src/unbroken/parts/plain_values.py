@@ -25,12 +25,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from unbroken.holding.bounds import LARGEST_ARRAY_BYTES, MOST_TEXTS
 from unbroken.holding.users_modules import is_users_module
 from unbroken.tensors.same_values import is_ordinary, is_same
 
 # A tensor that was on the accelerator
 ON_ACCELERATOR = "torch.Tensor.on_accelerator"
+# One that requires a gradient, and is not computed from others
+WITH_GRADIENT = "torch.Tensor.requires_grad"
 # NumPy's arrays and numbers become tensors.
 ARRAY = "numpy.ndarray"
 NUMBER_OF_NUMPY = "numpy.generic"
@@ -147,6 +150,20 @@ def is_tensor(value: Any) -> bool:
     return type(value) is Tensor
 
 
+# Of the layouts that are not strided, those that load again with ``weights_only=True``
+SPARSE = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+# Types of numbers that are smaller than a byte. Torch copies none of them.
+PARTS_OF_BYTES = {
+    getattr(torch, f"{kind}{bits}") for kind in ("int", "uint") for bits in range(1, 8)
+}
+
+
 def is_plain_tensor(value: Tensor) -> bool:
     """Whether a checkpoint can hold a tensor: a dense or sparse one with numbers of its own. What
     is detached from one of a subclass may be of the subclass again.
@@ -154,7 +171,16 @@ def is_plain_tensor(value: Tensor) -> bool:
     is_weight = isinstance(value, nn.Parameter)
     if is_weight or value.is_meta or not is_ordinary(value) or value.layout is torch.jagged:
         return False
+    if value.dtype in PARTS_OF_BYTES:
+        return False
     return type(value) is Tensor or type(value.detach()) is Tensor
+
+
+def can_be_kept(buffer: Any) -> bool:
+    """Whether a checkpoint can hold a buffer: a dense or sparse tensor that has its size."""
+    if not isinstance(buffer, Tensor) or is_lazy(buffer) or not is_plain_tensor(buffer):
+        return False
+    return buffer.layout == torch.strided or buffer.layout in SPARSE
 
 
 def values_inside(value: Any) -> Collection[Any] | None:
@@ -244,7 +270,8 @@ def copied(value: Any) -> Any:
     """A copy on the CPU, without graphs, that a checkpoint can hold."""
     if isinstance(value, Tensor):
         on_cpu = value.detach().to("cpu", copy=True)
-        return on_cpu if value.device.type == "cpu" else {ON_ACCELERATOR: on_cpu}
+        held = on_cpu if value.device.type == "cpu" else {ON_ACCELERATOR: on_cpu}
+        return {WITH_GRADIENT: held} if gets_gradient(value) else held
     if isinstance(value, np.ndarray):
         return {ARRAY: torch.from_numpy(value.copy())}
     if isinstance(value, np.generic):
@@ -303,6 +330,11 @@ def copied_by_name(value: Any) -> Any:
     return value
 
 
+def gets_gradient(tensor: Tensor) -> bool:
+    """Whether a tensor is trained itself, and not computed from others."""
+    return tensor.requires_grad and tensor.is_leaf
+
+
 def are_immutable(values: Collection[Any]) -> bool:
     """Whether all entries of a list or tuple are numbers, texts and the like."""
     return IMMUTABLE.issuperset(map(type, values))
@@ -323,7 +355,7 @@ def stacked(values: list[Any]) -> Tensor | None:
     first = next(iter(values))
     if first.device.type != "cpu" or first.layout != torch.strided or first.numel() > 1:
         return None
-    if len({each.dtype for each in values}) > 1:
+    if len({each.dtype for each in values}) > 1 or any(map(gets_gradient, values)):
         return None
     # Of other sizes, layouts or devices they cannot be put together.
     with torch.no_grad(), suppress(RuntimeError):

@@ -35,6 +35,7 @@ from unbroken.parts.plain_values import (
     ON_ACCELERATOR,
     QUEUE,
     STACKED,
+    WITH_GRADIENT,
     attributes_of,
     class_named,
     copied,
@@ -81,9 +82,6 @@ class Remaking:
             # The same object, for it may share its memory with a weight.
             return now
         made = self._made(now, saved, place)
-        if isinstance(made, Tensor) and isinstance(now, Tensor) and made.is_floating_point():
-            # A copy on the CPU has no gradient.
-            made.requires_grad_(now.requires_grad and now.is_leaf)
         return fill(now, made) if place in self.filled else made
 
     def _made(self, now: Any, saved: Any, place: str) -> Any:
@@ -125,6 +123,10 @@ class Remaking:
     def tensor(self, now: Any, held: Any, place: str) -> Any:
         """A tensor that was on the accelerator."""
         return held.to(self.device)
+
+    def trained_tensor(self, now: Any, held: Any, place: str) -> Any:
+        """A tensor that requires a gradient."""
+        return self._made(now, held, place).requires_grad_()
 
     def array(self, now: Any, held: Any, place: str) -> Any:
         """An array of NumPy's."""
@@ -189,6 +191,7 @@ class Remaking:
 
 MAKERS: dict[str, Callable[[Remaking, Any, Any, str], Any]] = {
     ON_ACCELERATOR: Remaking.tensor,
+    WITH_GRADIENT: Remaking.trained_tensor,
     ARRAY: Remaking.array,
     NUMBER_OF_NUMPY: Remaking.number,
     STACKED: Remaking.row,
@@ -280,6 +283,7 @@ def fill_tensor(now: Tensor, made: Tensor) -> bool:
         return False
     with torch.no_grad():
         now.copy_(made)
+    now.requires_grad_(made.requires_grad)
     return True
 
 

@@ -17,6 +17,9 @@ from unbroken.parts.held import LOADERS, Held, not_kept_of
 from unbroken.parts.plain_values import is_users_own
 from unbroken.parts.users_callbacks import users_callbacks
 
+# The module of torch's lazy layers
+LAZY = "torch.nn.modules.lazy"
+
 # What an attribute may hold to be called: a function, a method of an object, or a class
 CALLED = (FunctionType, BuiltinFunctionType, MethodType, type)
 AGAIN = (
@@ -204,7 +207,10 @@ def hooks_of(held: Held) -> dict[str, int]:
     for path, layer in held.layers.items():
         inside = vars(layer)
         if any(inside[name] for name in HOOKS_OF_LAYERS):
-            found[path] = sum(len(inside[name]) for name in HOOKS_OF_LAYERS)
+            hooks = [hook for name in HOOKS_OF_LAYERS for hook in inside[name].values()]
+            # A lazy layer's own one removes itself after the first batch.
+            own = [each for each in hooks if getattr(each, "__module__", None) == LAZY]
+            found[path] = len(hooks) - len(own)
     return found
 
 

@@ -24,7 +24,7 @@ class Shapes:
     """
 
     def __init__(self) -> None:
-        self._weights: dict[str, torch.Size] = {}
+        self._weights: dict[str, torch.Size | None] = {}
         self._optimizers: list[Any] = []
         self._schedules: list[str] = []
 
@@ -38,6 +38,10 @@ class Shapes:
         """A line for what is no longer as the start has made it. Each is told once."""
         found: list[str] = []
         weights = sizes_of(held)
+        for name, size in weights.items():
+            if self._weights.get(name, size) is None:
+                # A lazy one gets its size with the first batch. At a resume the checkpoint has it.
+                self._weights[name] = size
         if weights != self._weights:
             if not is_overridden("on_load_checkpoint", trainer.lightning_module):
                 found.append(line_of_weights(self._weights, weights))
@@ -67,16 +71,15 @@ class Shapes:
         return found
 
 
-def sizes_of(held: Held) -> dict[str, torch.Size]:
-    """The size of each parameter of the trained module, by name. Lazy ones get theirs with the
-    first batch, and at a resume from the checkpoint.
-    """
-    sizes: dict[str, torch.Size] = {}
+def sizes_of(held: Held) -> dict[str, torch.Size | None]:
+    """The size of each parameter of the trained module, by name; None for a lazy one."""
+    sizes: dict[str, torch.Size | None] = {}
     for path, layer in held.layers.items():
         # named_parameters() takes ten times as long, and this is asked at each save.
         for name, tensor in vars(layer)["_parameters"].items():
-            if tensor is not None and not is_lazy(tensor):
-                sizes[f"{path}.{name}".removeprefix("module.")] = tensor.shape
+            if tensor is not None:
+                size = None if is_lazy(tensor) else tensor.shape
+                sizes[f"{path}.{name}".removeprefix("module.")] = size
     return sizes
 
 

@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from unbroken.parts.module import SPARSE
+from unbroken.parts.plain_values import SPARSE
 from unbroken.storage.contents import MAPPINGS, PLAIN, SEQUENCES, leaves, record_in
 
 

@@ -23,7 +23,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from unbroken.tensors.same_values import AS_WHOLE_NUMBERS, is_ordinary, tensors_inside
+from unbroken.tensors.same_values import (
+    AS_WHOLE_NUMBERS,
+    computes_itself,
+    is_ordinary,
+    tensors_inside,
+)
 
 WORD_BYTES = 8
 # Words that are summed up at once. Their multipliers take 1 MiB.
@@ -47,7 +52,8 @@ def sums_of_bits(tensors: Iterable[Tensor]) -> list[Any]:
     """Numbers for the bits of tensors, in their order.
 
     Args:
-        tensors: On any device, of any layout and type. Lazy parameters have no bits yet.
+        tensors: On any device, of any layout and type. Lazy parameters have no bits yet, and those
+            of a class that computes its numbers itself are not known.
 
     Returns:
         A number for each tensor that is not small, or for each MiB of it, and one for all small
@@ -100,7 +106,7 @@ def _dense(tensor: Tensor) -> Sequence[Tensor]:
         names, _ = tensor.__tensor_flatten__()
         parts = [getattr(tensor, name) for name in names]
         return [dense for part in parts if isinstance(part, Tensor) for dense in _dense(part)]
-    if is_lazy(tensor):
+    if is_lazy(tensor) or computes_itself(tensor):
         return ()
     if tensor.layout != torch.strided or not is_ordinary(tensor):
         return tensors_inside(tensor.detach())
@@ -191,7 +197,7 @@ def tensors_and_plain(value: Any) -> tuple[list[Tensor], int]:
 def _collect(value: Any, tensors: list[Tensor], plain: list[Any], depth: int) -> None:
     if isinstance(value, Tensor):
         tensors.append(value)
-        plain.append((value.dtype, None if is_lazy(value) else tuple(value.shape)))
+        plain.append((value.dtype, _shape_of(value)))
         return
     if isinstance(value, np.number):
         # A checkpoint holds it as Python's number.
@@ -214,6 +220,15 @@ def _collect(value: Any, tensors: list[Tensor], plain: list[Any], depth: int) ->
         return
     for each in inside:
         _collect(each, tensors, plain, depth + 1)
+
+
+def _shape_of(tensor: Tensor) -> Any:
+    """A tensor's shape, or those of tensors that are nested in it; None for a lazy parameter."""
+    if is_lazy(tensor):
+        return None
+    if tensor.is_nested and tensor.layout == torch.strided:
+        return [tuple(part.shape) for part in tensor.unbind()]
+    return tuple(tensor.shape)
 
 
 def _opened(value: Any) -> Iterable[Any] | None:

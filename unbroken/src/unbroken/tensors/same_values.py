@@ -96,6 +96,19 @@ def is_ordinary(tensor: Tensor) -> bool:
     return not (tensor.is_quantized or tensor.is_nested or tensor.is_mkldnn)
 
 
+def computes_itself(tensor: Tensor) -> bool:
+    """Whether a tensor's class does each operation itself, as a masked tensor does: what its
+    numbers are made of, the class alone knows.
+    """
+    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor's numbers lie in memory of its own, where they can be read."""
+    is_there = tensor.layout == torch.strided and not tensor.is_meta
+    return is_there and is_ordinary(tensor) and not computes_itself(tensor)
+
+
 def _is_same_tensor(a: Tensor, b: Tensor) -> bool:
     if not is_ordinary(a) or not is_ordinary(b):
         parts = tensors_inside(a), tensors_inside(b)

@@ -212,7 +212,7 @@ class PlainAttributes:
             owner = held.owners.get(path)
             if owner is None or not may_be_set(owner, attribute):
                 continue
-            if classes.get(path, name_of(type(owner))) != name_of(type(owner)):
+            if path in classes and classes[path] not in names_of_class(owner):
                 # It may have no use for such an attribute, or another one.
                 self._of_another_class[path] = classes[path]
                 continue
@@ -264,6 +264,14 @@ class PlainAttributes:
         is_there = owner is not None and its_attribute in getattr(its_owner, "__dict__", {})
         if is_there and may_be_set(owner, attribute):
             vars(owner)[attribute] = vars(its_owner)[its_attribute]
+
+
+def names_of_class(owner: Any) -> set[str]:
+    """The names of an object's class, and of that which it takes with its first batch if it is a
+    lazy layer.
+    """
+    kinds = (type(owner), getattr(owner, "cls_to_become", None))
+    return {name_of(kind) for kind in kinds if isinstance(kind, type)}
 
 
 def read_objects(objects: Mapping[str, Any]) -> ObjectsAtSave:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from unbroken.holding.bounds import LAST_ENTRIES, MOST_BYTES_COMPARED
+from unbroken.holding.bounds import LAST_ENTRIES, LONGEST, MOST_BYTES_COMPARED
 from unbroken.holding.walk import ROWS, entries_of
 from unbroken.lightning_internals import version_of
 from unbroken.parts.held import (
@@ -235,6 +236,9 @@ def evidence_of(value: Any) -> Any:
     if isinstance(value, (*ROWS, dict)) and not isinstance(value, Length | Identity):
         entries = [each for _, each in entries_of(value)]
         return [len(entries), *map(evidence_of_entry, entries[-LAST_ENTRIES:])]
+    if isinstance(value, (set, frozenset)):
+        # The order of a set is another one in each process.
+        return [len(value), sorted(map(repr, map(evidence_of_entry, islice(value, LONGEST))))]
     if isinstance(value, SHARED):
         inside: Any = value.get_obj() if isinstance(value, SynchronizedBase) else value
         return bytes(memoryview(inside))
