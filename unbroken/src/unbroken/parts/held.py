@@ -341,14 +341,16 @@ class _Look:
                 if each is not None:
                     self.held.objects[f"{name}.{child}"] = each
             for buffer in buffers_left_out(part):
-                self._buffer(f"{name}.{buffer}", getattr(part, buffer, None))
+                self._buffer(part, buffer, f"{name}.{buffer}")
         self._walk(places)
 
-    def _buffer(self, name: str, value: Any) -> None:
+    def _buffer(self, part: nn.Module, attribute: str, name: str) -> None:
         """A buffer that the state dict leaves out: tell of one that no checkpoint can hold."""
+        value = getattr(part, attribute, None)
         is_lazy_one = isinstance(value, Tensor) and is_lazy(value)
-        if value is not None and not is_lazy_one and not can_be_kept(value):
-            self._tell(name, value, Inside())
+        if value is None or is_lazy_one or can_be_kept(value) or saves_itself(part):
+            return
+        self._tell(name, value, Inside())
 
     def data(self) -> None:
         data = self.trainer.datamodule  # type: ignore[attr-defined]

@@ -73,7 +73,8 @@ def size_of_result(operation: Any, arguments: Any, named: dict[str, Any]) -> int
     try:
         # A tensor on this device has a size and no memory.
         result = operation(*arguments, **{**named, "device": "meta"})
-        return sum(storage.nbytes() for storage in storages_of(result))
+        storages = storages_of(result) if isinstance(result, Tensor) else []
+        return sum(storage.nbytes() for storage in storages)
     except (RuntimeError, TypeError):
         return 0
 
