@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.masked import masked_tensor
 from torch.utils.data import DataLoader, Dataset
 from unbroken import ExactCheckpoint
+from unbroken.errors import UserError
 
 KILLED_AT = 5
 
@@ -303,6 +304,15 @@ def test_what_a_module_holds_is_exact_or_told(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert_exact_or_told(tmp_path, capsys, CASES[name])
+
+
+@pytest.mark.filterwarnings("ignore:.*(prototype|beta|deprecated)")
+@pytest.mark.daily(1)
+@pytest.mark.parametrize("kind", [kind for kind in MAKE if kind not in ("masked", "jagged")])
+def test_a_buffer_that_would_not_load_again_is_named(kind: str, tmp_path: Path) -> None:
+    case = Case(lambda module: module.register_buffer("held", of_kind(kind)()), lambda module: 0.0)
+    with pytest.raises(UserError, match=r"state_dict\['held'\] is a .*would not load again"):
+        trained(tmp_path, case)
 
 
 @pytest.mark.filterwarnings("ignore:.*(prototype|beta|deprecated)")

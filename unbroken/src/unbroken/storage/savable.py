@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from unbroken.parts.plain_values import SPARSE
 from unbroken.storage.contents import MAPPINGS, PLAIN, SEQUENCES, leaves, record_in
@@ -97,6 +97,12 @@ def _tensor_as_saved(tensor: Tensor, place: str) -> Tensor:
         return tensor.coalesce() if tensor.layout == torch.sparse_coo else tensor
     if tensor.is_nested:
         raise NotPlain(f"{place} is a nested tensor, which would not load again.")
+    if tensor.is_quantized:
+        raise NotPlain(f"{place} is a quantized tensor, which would not load again.")
+    is_foreign = type(tensor) not in (Tensor, nn.Parameter) and type(tensor.detach()) is not Tensor
+    if is_foreign and not hasattr(tensor, "__tensor_flatten__"):
+        kind = type(tensor).__name__
+        raise NotPlain(f"{place} is a tensor of the class {kind}, which would not load again.")
     # An expanded tensor says that it is larger than what it stores. Such a file would be refused.
     if is_expanded(tensor):
         tensor = tensor.contiguous()
