@@ -39,7 +39,7 @@ TINY = [
     *("--model.network", "MLP", "--model.network.hidden", "[4]", "--accelerator", "cpu"),
     *("--report", "false"),
 ]
-# This run has about 100 steps and is over in a second or two.
+# This run has 75 steps and is over in a second or two.
 SMALL = [
     *("--data.source", "sample"),
     *("--data.train_samples", "1600", "--data.val_samples", "200", "--data.test_samples", "200"),

@@ -155,7 +155,7 @@ def pytest_collection() -> Generator[None, Any, Any]:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Note the names of all tests' modules, for :func:`modules_of_a_user`."""
+    """Note the names of all tests' modules, for :func:`_modules_of_a_user`."""
     NAMES_OF_TESTS.update(
         item.module.__name__ for item in session.items if isinstance(item, pytest.Function)
     )

@@ -30,6 +30,18 @@ from unbroken.holding.bounds import LARGEST_ARRAY_BYTES, MOST_TEXTS
 from unbroken.holding.users_modules import is_users_module
 from unbroken.tensors.same_values import is_ordinary, is_same
 
+# Of the layouts that are not strided, those that load again with ``weights_only=True``
+SPARSE = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+# Types of numbers that are smaller than a byte. Torch copies none of them.
+PARTS_OF_BYTES = {
+    getattr(torch, f"{kind}{bits}") for kind in ("int", "uint") for bits in range(1, 8)
+}
 # A tensor that was on the accelerator
 ON_ACCELERATOR = "torch.Tensor.on_accelerator"
 # One that requires a gradient, and is not computed from others
@@ -150,20 +162,6 @@ def is_tensor(value: Any) -> bool:
     return type(value) is Tensor
 
 
-# Of the layouts that are not strided, those that load again with ``weights_only=True``
-SPARSE = (
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-)
-# Types of numbers that are smaller than a byte. Torch copies none of them.
-PARTS_OF_BYTES = {
-    getattr(torch, f"{kind}{bits}") for kind in ("int", "uint") for bits in range(1, 8)
-}
-
-
 def is_plain_tensor(value: Tensor) -> bool:
     """Whether a checkpoint can hold a tensor: a dense or sparse one with numbers of its own. What
     is detached from one of a subclass may be of the subclass again.
@@ -252,6 +250,13 @@ def is_found_by_name(kind: type) -> bool:
 def name_of(kind: type) -> str:
     """The name by which a checkpoint knows a class."""
     return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def lasting(kind: Any) -> Any:
+    """The class that an object of this class is of when training is on. A lazy layer has another
+    one from its first batch on.
+    """
+    return getattr(kind, "cls_to_become", None) or kind
 
 
 def class_named(name: str) -> Any:

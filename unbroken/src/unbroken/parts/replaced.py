@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from unbroken.lightning_internals import HOOKS_OF_LAYERS
 from unbroken.parts.held import LOADERS, Held, not_kept_of
-from unbroken.parts.plain_values import is_users_own
+from unbroken.parts.plain_values import is_users_own, lasting
 from unbroken.parts.users_callbacks import users_callbacks
 
 # The module of torch's lazy layers
@@ -197,8 +197,8 @@ def what_runs(called: Any) -> Any:
 
 
 def title_of(kind: Any) -> str:
-    """The name of a class or function. A lazy layer has another class from its first batch on."""
-    return str((getattr(kind, "cls_to_become", None) or kind).__qualname__)
+    """The name of a class or function."""
+    return str(lasting(kind).__qualname__)
 
 
 def hooks_of(held: Held) -> dict[str, int]:

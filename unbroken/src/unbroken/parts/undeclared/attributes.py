@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from unbroken.errors import UserError
 from unbroken.parts.held import Held, changeable_of_class, not_kept_of, package_of
-from unbroken.parts.plain_values import DELETED, copied, is_unchanged, name_of
+from unbroken.parts.plain_values import DELETED, copied, is_unchanged, lasting, name_of
 from unbroken.parts.remade import Remaking
 from unbroken.parts.undeclared.objects import Objects, held_by_several
 from unbroken.tensors.same_values import deep_copy, is_same
@@ -146,7 +146,8 @@ class PlainAttributes:
         }
         owners = {name.rpartition(".")[0] for name in changed}
         classes = {
-            path: name_of(type(held.owners[path])) for path in sorted(owners & held.owners.keys())
+            path: name_of(lasting(type(held.owners[path])))
+            for path in sorted(owners & held.owners.keys())
         }
         return {
             "filled": self._objects.unreplaced(attributes),
@@ -212,7 +213,8 @@ class PlainAttributes:
             owner = held.owners.get(path)
             if owner is None or not may_be_set(owner, attribute):
                 continue
-            if path in classes and classes[path] not in names_of_class(owner):
+            kind = name_of(lasting(type(owner)))
+            if classes.get(path, kind) != kind:
                 # It may have no use for such an attribute, or another one.
                 self._of_another_class[path] = classes[path]
                 continue
@@ -264,14 +266,6 @@ class PlainAttributes:
         is_there = owner is not None and its_attribute in getattr(its_owner, "__dict__", {})
         if is_there and may_be_set(owner, attribute):
             vars(owner)[attribute] = vars(its_owner)[its_attribute]
-
-
-def names_of_class(owner: Any) -> set[str]:
-    """The names of an object's class, and of that which it takes with its first batch if it is a
-    lazy layer.
-    """
-    kinds = (type(owner), getattr(owner, "cls_to_become", None))
-    return {name_of(kind) for kind in kinds if isinstance(kind, type)}
 
 
 def read_objects(objects: Mapping[str, Any]) -> ObjectsAtSave:
